@@ -26,6 +26,7 @@ class BatchingBuffer(Protocol):
         explorer: str,
         tasks: list[tuple[bytes, dict[str, Any]]],
         most: list[int | None] | None = None,
+        heard: int | None = None,
     ) -> list[int]: ...
     async def put(self, group: int, experiences: bytes, told: list[Any] | None = None) -> None: ...
 

@@ -10,11 +10,12 @@ every step.
 Every change is a journal record that is durable before the call returns; `Progress` is the fold of
 these records, so a new process on the same directory goes on where the old one was killed.
 Experiences lie in the journal only, not in memory. All waits are conditions with a deadline.
-Nothing here knows Ray; the supervisor makes it a named actor.
+Nothing here knows Ray; the supervisor makes it a named actor, which Ray starts again when it dies:
+the calls that were under way then come again, so each of them may come twice.
 
 Invariants: `Progress`'s, plus: a batch that was handed out for a step is handed out again, the
 same, whenever that step is asked for; an incomplete batch is returned only after `max_read_timeout`
-or at the end of the input.
+or at the end of the input; a call that comes again changes nothing, and is answered as it was.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import takewhile
 from typing import Any
 
@@ -71,10 +73,14 @@ class ExperienceBuffer(BatchedCalls):
         seed: int = 0,
         over_rollout: OverRolloutConfig | None = None,
         experiences_per_step: int | None = None,
+        life: str = "",
         segment_bytes: int = SEGMENT_BYTES,
         clock: Callable[[], float] = time.time,
         files: Files = FILES,
     ) -> None:
+        """`life`: names this start of the run; one that is made again in it goes on with the
+        explorers and the trainer that the last one had. Empty: nobody outlives this one.
+        """
         self.timeout = config.max_read_timeout
         self.size = StepSize(tasks_per_step, experiences_per_step)
         self.repeat_times = repeat_times
@@ -83,14 +89,13 @@ class ExperienceBuffer(BatchedCalls):
         self._ledger = Ledger(directory, segment_bytes, files)
         self._progress = self._ledger.progress
         self._over = OverRollout(over_rollout or OverRolloutConfig(), self.size)
-        self._published: int | None = None  # unknown until a trainer says where it begins
-        self._done_before = 0  # groups or experiences stored when that version was published
-        self._attached: set[str] = set()
-        self._stopped = ""  # why no more batches are given out
-        self._stop_is_failure = False
-        self._done: set[str] = set()
-        self._all_done = False
+        stood = self._progress.stood
+        # what parts that live on must not have to tell again
+        self._stood = records.Stood(life=life)
+        if life and stood is not None and stood.life == life:
+            self._stood = deepcopy(stood)
         self._attempt = 0  # trainers attached to this process
+        self._attempts = Counter[str]()  # the same of each explorer
         self._counts: Counter[str] = Counter()
         replay = Replay(config.replay_buffer, seed) if config.replay_buffer.enable else None
         self._selection = BatchSelection(self._progress, self.size, max_staleness, replay, clock)
@@ -107,13 +112,17 @@ class ExperienceBuffer(BatchedCalls):
         and run again.
 
         Returns `cursor` (None: from the start), `reissue` as [(group, encoded task)] in admission
-        order, `run_epoch`.
+        order, `run_epoch`, `heard`: the last group that it has heard of then.
         """
-        self._attached.add(name)
-        self._done.discard(name)
-        self._all_done = False
+        self._attempts[name] += 1
+        self._stood.attached.add(name)
+        self._stood.done.discard(name)
+        self._stood.all_done = False
+        self._stand()
         if name in self._progress.cursors:
-            await self._record(records.Attached(explorer=name))
+            self._append(records.Attached(explorer=name))
+        heard = self._progress.next_group - 1
+        await self._settle()
         groups = [(group.number, group.task) for group in self._progress.unfinished(name)]
         cursor, told = self._progress.cursors.get(name), self._progress.told.get(name, [])
         return {
@@ -121,30 +130,56 @@ class ExperienceBuffer(BatchedCalls):
             "reissue": groups,
             "run_epoch": self._progress.run_epoch,
             "told": told,
+            "heard": heard,
         }
+
+    async def let_go(self, explorer: str) -> None:
+        """The trainer that is attached lets it explore."""
+        self._stood.exploring.add(explorer)
+        self._stand()
+        await self._settle()
+
+    async def is_let_go(self, explorer: str) -> bool:
+        """Whether a new process of this explorer goes on by itself."""
+        return explorer in self._stood.exploring
 
     async def admit_some(
         self,
         explorer: str,
         tasks: list[tuple[bytes, dict[str, Any]]],
         most: list[int | None] | None = None,
+        heard: int | None = None,
     ) -> list[int]:
         """Wait for a slot and begin groups for the first of these tasks, as many as may begin;
         returns their numbers.
 
         Empty: the run needs no more. Each task comes with the taskset's cursor behind it. `most`:
         how many experiences each may become; None: nobody knows. Calls are served in their order.
+        `heard`: the last number that this explorer heard of; groups behind it that are begun are
+        those of this call, which came before, and are its answer. None: it never asks again.
         """
+        attempt = self._attempts[explorer]
+
+        def is_left() -> bool:  # nobody waits for the answer any more
+            return attempt != self._attempts[explorer]
+
         async with self._admission, self._waits.changed:
-            if not await self._waits.wait(
-                lambda: self._may_admit() or self._is_supplied(), self.timeout
+            if not (
+                numbers := self._progress.begun(explorer, tasks, heard)
+            ) and not await self._waits.wait(
+                lambda: (
+                    is_left() or self._may_admit() or self._selection.is_supplied(self.total_steps)
+                ),
+                self.timeout,
             ):
                 raise TimeoutError(
                     f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: "
-                    f"the trainer published no version after {self._published} ({self._where()})"
+                    f"{self._why()}"
                 )
-            numbers, now = [], self._now()
+            now = self._now()
             asked = zip(tasks, most or [None] * len(tasks), strict=True)
+            if numbers or is_left():
+                asked = zip((), (), strict=True)
             for (task, cursor), made in takewhile(lambda _: self._may_admit(), asked):
                 numbers.append(self._progress.next_group)
                 self._append(
@@ -163,19 +198,12 @@ class ExperienceBuffer(BatchedCalls):
     async def readmit(self, explorer: str, group: int) -> None:
         """Wait until an unfinished group from `attach_explorer` may start again."""
 
-        def is_free() -> bool:
-            if self.max_staleness is None or group not in self._progress.waiting:
-                return True
-            if self._published is None:
-                return False
-            ahead = self._progress.steps_ahead(self._published, self.size, before=group)
-            return ahead <= self.max_staleness
-
         async with self._waits.changed:
-            if not await self._waits.wait(is_free, self.timeout):
+            if not await self._waits.wait(
+                lambda: self._selection.may_restart(group, self._stood.published), self.timeout
+            ):
                 raise TimeoutError(
-                    f"group {group} could not start again in {self.timeout:g} s: "
-                    f"the trainer published no version after {self._published} ({self._where()})"
+                    f"group {group} could not start again in {self.timeout:g} s: {self._why()}"
                 )
             if group not in {
                 unfinished.number for unfinished in self._progress.unfinished(explorer)
@@ -239,9 +267,10 @@ class ExperienceBuffer(BatchedCalls):
         """The taskset of this explorer, or of all, is exhausted: no step waits for groups that
         nobody will issue.
         """
-        self._all_done = self._all_done or explorer is None
-        self._done |= {explorer} if explorer else set()
-        await self._waits.notify()
+        self._stood.all_done = self._stood.all_done or explorer is None
+        self._stood.done |= {explorer} if explorer else set()
+        self._stand()
+        await self._settle()
 
     # Trainer
 
@@ -255,10 +284,12 @@ class ExperienceBuffer(BatchedCalls):
         self._attempt += 1
         # engines that outlived the trainer before this one may serve an older version until it
         # publishes its own
-        before = step if self._published is None else min(step, self._published)
-        self._published, self._done_before = before, self._progress.done(self.size)
+        before = step if self._stood.published is None else min(step, self._stood.published)
+        self._stood.serve(before, self._progress.done(self.size))
         # a plain stop was meant for the trainer before
-        self._stopped = self._stopped if self._stop_is_failure else ""
+        self._stood.stopped = self._stood.stopped if self._stood.stop_is_failure else ""
+        self._stood.exploring.clear()
+        self._stand()
         await self._record(records.Resumed(step=step, run_epoch=run_epoch))
         replays = self._progress.replays(step)
         told = f"{len(replays)} batches are replayed, {len(self._progress.waiting)} groups wait"
@@ -289,15 +320,17 @@ class ExperienceBuffer(BatchedCalls):
 
             def is_over() -> bool:
                 return (
-                    self._attempt != attempt or bool(self._stopped) or step in self._progress.leases
+                    self._attempt != attempt
+                    or bool(self._stood.stopped)
+                    or step in self._progress.leases
                 )
 
             groups = (
                 None if is_over() else await self._await_groups(step, min_model_version, is_over)
             )
-            if self._stop_is_failure:
-                raise RuntimeError(self._stopped)
-            if self._stopped:
+            if self._stood.stop_is_failure:
+                raise RuntimeError(self._stood.stopped)
+            if self._stood.stopped:
                 return encode(Delivery(step=step))
             if self._attempt != attempt:
                 raise RuntimeError(f"take({step}): another trainer has attached since")
@@ -316,8 +349,12 @@ class ExperienceBuffer(BatchedCalls):
 
     async def consumed(self, step: int) -> None:
         """The trainer has finished `step`."""
+        if step < self._progress.finished:  # it comes again
+            return
         if step not in self._progress.leases:
-            raise ValueError(f"step {step} has no batch that could be consumed ({self._where()})")
+            raise ValueError(
+                f"step {step} has no batch that could be consumed ({self._progress.where()})"
+            )
         await self._record(records.Consumed(step=step))
 
     async def published(self, version: int, run_epoch: int | None = None) -> None:
@@ -334,15 +371,16 @@ class ExperienceBuffer(BatchedCalls):
                 epoch,
             )
             return
-        if self._published is None or version > self._published:
-            self._published, self._done_before = version, self._progress.done(self.size)
-        await self._waits.notify()
+        if self._stood.published is None or version > self._stood.published:
+            self._stood.serve(version, self._progress.done(self.size))
+            self._stand()
+        await self._settle()
 
     async def wants_weights(self, interval: int) -> bool:
         """Whether the explorers ask for a newer version (`Progress.asks`); asked by the trainer
         after a step.
         """
-        published, before = self._published, self._done_before
+        published, before = self._stood.published, self._stood.done_before
         return published is not None and self._progress.asks(
             published, before, interval, self.size, self.max_staleness
         )
@@ -373,30 +411,15 @@ class ExperienceBuffer(BatchedCalls):
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes now."""
-        progress = self._progress
-        journal = self._ledger.journal
-        limited = self.max_staleness is not None and self._published is not None
+        published = self._stood.published
+        limited = self.max_staleness is not None and published is not None
         return {
-            "issued": progress.next_group,
-            "stored": progress.num_stored,
-            "failed": progress.num_failed,
-            "evicted": progress.num_evicted,
-            "kept_groups": len(progress.pool),
-            "ready_groups": len(progress.stored()),
-            "running_groups": len(progress.waiting) - len(progress.stored()),
-            "next_step": progress.next_step,
-            "finished_steps": progress.finished,
-            "run_epoch": progress.run_epoch,
-            "published": self._published,
+            **self._ledger.stats(),
+            "published": published,
             "input_done": self._is_input_done(),
-            "slots": progress.slots(self._published, self.size, self.max_staleness)
+            "slots": self._progress.slots(published, self.size, self.max_staleness)
             if limited
             else None,
-            "journal_bytes": journal.size,
-            "journal_position": journal.position,
-            "failed_retentions": self._ledger.failed_retentions,
-            "fsyncs": journal.fsyncs,
-            "commits": journal.commits,
             **{name: self._counts[name] for name in COUNTERS},
         }
 
@@ -411,9 +434,10 @@ class ExperienceBuffer(BatchedCalls):
         With a `reason` (another part died) it raises that instead. What is stored stays for the
         next attempt.
         """
-        self._stopped = reason or "stopped"
-        self._stop_is_failure = bool(reason)
-        await self._waits.notify()
+        self._stood.stopped = reason or "stopped"
+        self._stood.stop_is_failure = bool(reason)
+        self._stand()
+        await self._settle()
 
     async def shutdown(self) -> None:
         """Wake up all who wait, sync and release the journal."""
@@ -447,35 +471,22 @@ class ExperienceBuffer(BatchedCalls):
         self._append(record)
         await self._settle()
 
+    def _stand(self) -> None:
+        """Journal how the parts stand, not yet durably."""
+        if self._stood.life and self._stood != self._progress.stood:
+            self._append(deepcopy(self._stood))
+
     def _now(self) -> dict[str, int | None]:
-        version = None if self.max_staleness is None else self._published
+        version = None if self.max_staleness is None else self._stood.published
         return {"version": version, "run_epoch": self._progress.run_epoch}
 
     def _may_admit(self) -> bool:
-        if (
-            self.total_steps is not None
-            and self._progress.missing(self.total_steps, self.size) <= 0
-        ):
-            return False
-        if self.max_staleness is None:
-            return True
-        return (
-            self._published is not None
-            and self._progress.steps_ahead(self._published, self.size) <= self.max_staleness
-        )
-
-    def _is_supplied(self) -> bool:
-        """Whether all steps that are left have their experiences, so that no failure can ask for
-        one more group.
-        """
-        return (
-            self.total_steps is not None
-            and not self._progress.has_running()
-            and self._progress.missing(self.total_steps, self.size) <= 0
-        )
+        return self._selection.may_admit(self._stood.published, self.total_steps)
 
     def _is_input_done(self) -> bool:
-        return self._all_done or (bool(self._attached) and self._attached <= self._done)
+        return self._stood.all_done or (
+            bool(self._stood.attached) and self._stood.attached <= self._stood.done
+        )
 
     def _is_open_group(self, number: int, counter: str) -> bool:
         """Whether the group waits for its experiences; one that no
@@ -494,7 +505,7 @@ class ExperienceBuffer(BatchedCalls):
         if step not in self._progress.leases and step != self._progress.next_step:
             raise ValueError(
                 f"cannot take step {step}: "
-                f"the next one is {self._progress.next_step} ({self._where()})"
+                f"the next one is {self._progress.next_step} ({self._progress.where()})"
             )
 
     def _next_groups(self, step: int, min_model_version: int | None) -> list[Group] | None:
@@ -505,7 +516,9 @@ class ExperienceBuffer(BatchedCalls):
         if min_model_version is not None:
             self._evict(self._selection.too_old(min_model_version))
         return self._selection.groups(
-            step, self._is_input_done(), abandoned=self._all_done and not self._attached
+            step,
+            self._is_input_done(),
+            abandoned=self._stood.all_done and not self._stood.attached,
         )
 
     def _evict(self, record: Evicted | None) -> None:
@@ -555,13 +568,13 @@ class ExperienceBuffer(BatchedCalls):
         if not groups:
             raise TimeoutError(
                 f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): "
-                f"is the explorer alive? ({self._where()})"
+                f"is the explorer alive? ({self._progress.where()})"
             )
         self._counts["incomplete_batches"] += 1
         what = "groups" if self.size.experiences is None else "experiences"
         told = (
             f"{self.size.are(groups)} of {self.size.units} {what} after "
-            f"{self.timeout:g} s ({self._where()})"
+            f"{self.timeout:g} s ({self._progress.where()})"
         )
         logger.warning("step %d takes %s", step, told)
         return groups
@@ -578,10 +591,8 @@ class ExperienceBuffer(BatchedCalls):
             )
         self._append(self._selection.lease(step, trainer, groups))
 
-    def _where(self) -> str:
-        running = [number for number, group in self._progress.waiting.items() if not group.stored]
-        first = ", ".join(map(str, running[:8])) + (", ..." if len(running) > 8 else "")
+    def _why(self) -> str:
         return (
-            f"{len(self._progress.stored())} groups ready, {len(running)} running: "
-            f"{first or 'none'}"
+            f"the trainer published no version after {self._stood.published} "
+            f"({self._progress.where()})"
         )

@@ -103,6 +103,28 @@ class Ledger:
                 part = StoredGroup(group=number, timeline=group.run_epoch, experiences=b"")
                 yield from read_parts(self.journal, [(self._rows[number], part)])
 
+    def stats(self) -> dict[str, int]:
+        """Counters and sizes now."""
+        progress, journal = self.progress, self.journal
+        stored = len(progress.stored())
+        return {
+            "issued": progress.next_group,
+            "stored": progress.num_stored,
+            "failed": progress.num_failed,
+            "evicted": progress.num_evicted,
+            "kept_groups": len(progress.pool),
+            "ready_groups": stored,
+            "running_groups": len(progress.waiting) - stored,
+            "next_step": progress.next_step,
+            "finished_steps": progress.finished,
+            "run_epoch": progress.run_epoch,
+            "journal_bytes": journal.size,
+            "journal_position": journal.position,
+            "failed_retentions": self.failed_retentions,
+            "fsyncs": journal.fsyncs,
+            "commits": journal.commits,
+        }
+
     def retain(self, position: int, step: int | None) -> None:
         """Begin to drop whole segments before `position`, except for what a resume at `step` or
         later needs; of several that wait the last one counts.

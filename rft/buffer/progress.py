@@ -22,8 +22,9 @@ lost and none is trained twice. A replay buffer loosens this for the groups that
 kept: these alone may be in a later lease too.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -119,6 +120,27 @@ class Resumed(Record, tag="resumed", kw_only=True):
     run_epoch: int
 
 
+class Stood(Record, tag="stood", kw_only=True):
+    """How the parts of one start of the run stand with the buffer; each takes the last one's place.
+
+    For a buffer that comes back while the others live on. A later start has another `life`, and
+    begins without it.
+    """
+
+    life: str
+    published: int | None = None  # unknown until a trainer says where it begins
+    done_before: int = 0  # groups or experiences stored when that version was published
+    attached: set[str] = set()
+    done: set[str] = set()
+    all_done: bool = False
+    exploring: set[str] = set()  # let go, since a trainer attached
+    stopped: str = ""  # why no more batches are given out
+    stop_is_failure: bool = False
+
+    def serve(self, version: int, done: int) -> None:
+        self.published, self.done_before = version, done
+
+
 class Folded(Record, tag="folded", kw_only=True):
     """What dropped records add up to; the last record of a compacted file."""
 
@@ -146,6 +168,7 @@ JournalRecord = (
     | Pooled
     | Consumed
     | Resumed
+    | Stood
     | Folded
 )
 _decoder = msgspec.msgpack.Decoder(JournalRecord)
@@ -235,6 +258,10 @@ def remember(told: list[list[Any]], lesson: list[Any]) -> None:
     told.append(lesson)
 
 
+def _is_same(pair: tuple[Group, tuple[bytes, Any]]) -> bool:
+    return pair[0].task == pair[1][0]
+
+
 def is_due(group: Group, step: int, max_staleness: int | None) -> bool:
     """Whether any step after `step` would train the group later than `max_staleness` allows."""
     return (
@@ -300,6 +327,7 @@ class Progress:
     num_experiences: int = 0  # of all groups that were stored
     # by explorer, what its task selector learned of its groups: `remember`
     told: dict[str, list[list[Any]]] = field(default_factory=dict)
+    stood: Stood | None = None  # the last of them
 
     # Records
 
@@ -354,6 +382,8 @@ class Progress:
             case Resumed():
                 self.finished, self.run_epoch = record.step, record.run_epoch
                 self.next_step = max(record.step, max(self.leases, default=-1) + 1)
+            case Stood():
+                self.stood = record
             case Folded():
                 for name in Folded.__struct_fields__:
                     setattr(self, name, getattr(record, name))
@@ -470,6 +500,26 @@ class Progress:
             if group.explorer == explorer and not group.stored
         ]
 
+    def begun(
+        self, explorer: str, tasks: Sequence[tuple[bytes, Any]], heard: int | None
+    ) -> list[int]:
+        """Groups behind `heard` that were begun for the first of these tasks: their explorer asks
+        again, and was not answered.
+        """
+        behind = [
+            group
+            for group in self.unfinished(explorer)
+            if heard is not None and group.number > heard
+        ]
+        pairs = zip(behind, tasks, strict=False)
+        return [group.number for group, (task, _) in takewhile(_is_same, pairs)]
+
+    def where(self) -> str:
+        """For messages: what is there, and what is waited for."""
+        running = [number for number, group in self.waiting.items() if not group.stored]
+        first = ", ".join(map(str, running[:8])) + (", ..." if len(running) > 8 else "")
+        return f"{len(self.stored())} groups ready, {len(running)} running: {first or 'none'}"
+
     # Retention
 
     def forget(self, oldest_step: int) -> None:
@@ -522,4 +572,6 @@ class Progress:
                 uses=[group.uses for group in pool],
                 at=[group.leased_at for group in pool],
             )
+        if self.stood is not None:
+            yield self.stood
         yield Folded(**{name: getattr(self, name) for name in Folded.__struct_fields__})

@@ -162,6 +162,36 @@ class BatchSelection:
         self.replay = replay
         self.clock = clock
 
+    def may_admit(self, published: int | None, total_steps: int | None) -> bool:
+        """Whether a new group may begin."""
+        if total_steps is not None and self.progress.missing(total_steps, self.size) <= 0:
+            return False
+        if self.max_staleness is None:
+            return True
+        return (
+            published is not None
+            and self.progress.steps_ahead(published, self.size) <= self.max_staleness
+        )
+
+    def may_restart(self, group: int, published: int | None) -> bool:
+        """Whether an unfinished group may begin anew."""
+        if self.max_staleness is None or group not in self.progress.waiting:
+            return True
+        return (
+            published is not None
+            and self.progress.steps_ahead(published, self.size, before=group) <= self.max_staleness
+        )
+
+    def is_supplied(self, total_steps: int | None) -> bool:
+        """Whether all steps that are left have their experiences, so that no failure can ask for
+        one more group.
+        """
+        return (
+            total_steps is not None
+            and not self.progress.has_running()
+            and self.progress.missing(total_steps, self.size) <= 0
+        )
+
     def groups(self, step: int, input_done: bool, abandoned: bool) -> list[Group] | None:
         """What `step` takes, once all of it is there; empty when nothing will ever come. None: wait
         on.

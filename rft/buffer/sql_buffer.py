@@ -98,6 +98,7 @@ class SqlBuffer(BatchedCalls):
         self._attempt = 0
         self._published: int | None = None  # what this process's engines serve
         self._done_before = 0
+        self._let_go: set[str] = set()
         self._stopped = ""
         self._stop_is_failure = False
         self._input_done = False
@@ -108,6 +109,12 @@ class SqlBuffer(BatchedCalls):
         self._beating: asyncio.Task[None] | None = None
 
     # Explorers
+
+    async def let_go(self, explorer: str) -> None:
+        self._let_go.add(explorer)
+
+    async def is_let_go(self, explorer: str) -> bool:
+        return explorer in self._let_go
 
     async def attach_explorer(self, name: str) -> dict[str, Any]:
         """Begin as explorer `name` of this run; whoever was it before is no longer served.
@@ -136,6 +143,7 @@ class SqlBuffer(BatchedCalls):
         explorer: str,
         tasks: list[tuple[bytes, dict[str, Any]]],
         most: list[int | None] | None = None,
+        heard: int | None = None,
     ) -> list[int]:
         """As `ExperienceBuffer.admit_some`. All explorers share the slots."""
         me, tried = f"{self.owner}/{explorer}", list[int]()
@@ -279,6 +287,7 @@ class SqlBuffer(BatchedCalls):
         found = await self._do(attach)
         self._trainer, self._attempt = (me, run_epoch), self._attempt + 1
         # engines that outlived the trainer before this one may serve an older version
+        self._let_go.clear()
         self._published = step if self._published is None else min(step, self._published)
         self._stopped = self._stopped if self._stop_is_failure else ""
         self._beat()

@@ -51,8 +51,9 @@ def buffer_of(
     seed: int,
     over_rollout: OverRolloutConfig | None = None,
     experiences_per_step: int | None = None,
+    life: str = "",
 ) -> tuple[type, tuple[Any, ...]]:
-    """`owner` names the run to others that share the buffer."""
+    """`owner` names the run to others that share the buffer, `life` this start of it."""
     sizes = (tasks_per_step, repeat_times, max_staleness, total_steps)
     if config.storage_type == "sql":
         from rft.buffer.sql_buffer import SqlBuffer
@@ -61,6 +62,7 @@ def buffer_of(
     return ExperienceBuffer, (
         *(config, journal_of(config, job), *sizes, seed, over_rollout),
         experiences_per_step,
+        life,
     )
 
 

@@ -129,6 +129,11 @@ class ClusterConfig(Section):
     threads_per_rank: Annotated[PosInt, "CPU threads of one trainer rank"] = 1
     threads_per_engine: Annotated[PosInt, "CPU threads of one engine"] = 1
     master_port: Annotated[RunPort, "0: any free port"] = 0
+    max_restarts: Annotated[
+        NonNegInt,
+        "how often within an hour each of buffer, explorer and synchronizer is started again; "
+        "0: the run ends with its first death",
+    ] = 3
 
 
 @dataclass

@@ -115,6 +115,12 @@ class ActorHandle(Generic[T]):
         """Begin a call; returns Ray's reference to its answer at once."""
         return getattr(self.actor, method.__name__).remote(*arguments, **named)
 
+    def ask_once(self, method: Callable[[T], Any]) -> Any:
+        """The same, of the process that has the actor now: its end is an error, and no other is
+        asked.
+        """
+        return getattr(self.actor, method.__name__).options(max_task_retries=0).remote()
+
 
 class Collective(Protocol):
     """What parts of a trainer ask of all its ranks together: every rank

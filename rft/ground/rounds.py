@@ -164,6 +164,18 @@ class Installed(Record, frozen=True):
     adapters: list[int] = []
 
 
+class Holding(Record, frozen=True):
+    """What an engine says of itself to a synchronizer that knows nothing of it: the `mark` (epoch,
+    version) of its weights, None before the first round; the `digest` that they came under; the
+    newest `generation` of rings that it was told of; whether it sleeps for its trainer.
+    """
+
+    mark: tuple[int, int] | None = None
+    digest: str = ""
+    generation: int = 0
+    asleep: bool = False
+
+
 def numbers_of(installed: Collection[Installed], seconds: float, engines: int) -> dict[str, float]:
     """A round of `seconds` as metrics: the slowest engine's times, the bytes of all."""
 

@@ -31,6 +31,7 @@ from rft.ground.rounds import (
     UNREACHABLE,
     AdapterOrder,
     AtPath,
+    Holding,
     Installed,
     Received,
     Round,
@@ -76,6 +77,8 @@ class EngineWeights:
         self.turns = Turns(name)
         self.poisoned: str | None = None
         self._version = 0
+        self._holding = Holding()  # but for what sleeps
+        self._installing = asyncio.Lock()
         self._kv = "recompute"
         self._room_s = 600.0  # for requests of old adapters to end, before a new one has a place
         self._round = asyncio.Lock()
@@ -123,7 +126,12 @@ class EngineWeights:
         together.
         """
         assert self.llm is not None, "disband before start"
+        self._met(generation + 1)  # the one after it is there, though not for this engine
         await self.llm.collective_rpc("rft_disband", args=(generation,))
+
+    def _met(self, generation: int) -> None:
+        known = self._holding.generation
+        self._holding = replace(self._holding, generation=max(known, generation))
 
     async def init_weights(self, info: TrainerInfo) -> None:
         """Join the trainer's weight streams."""
@@ -134,6 +142,7 @@ class EngineWeights:
             await self.check_plan(info.plan)
         async with self._round:
             self._kv, self._room_s = info.kv, info.timeout
+            self._met(max((seat.generation for seat in info.seats), default=0))
             try:
                 await self.llm.init_weight_transfer_engine(
                     WeightTransferInitRequest(init_info={"info": encode(info)})
@@ -178,6 +187,20 @@ class EngineWeights:
     async def weight_version(self) -> int:
         return self._version
 
+    async def holding(self) -> Holding:
+        """What a new synchronizer must know. While weights are installed nobody can say what they
+        will be, so this waits for the end of that, and for nothing else.
+        """
+        async with self._installing:
+            mark = None if self.poisoned else self._holding.mark
+            return replace(self._holding, mark=mark, asleep=self.turns.asleep)
+
+    def _holds(self, coming: Round) -> None:
+        """The whole of a round is in. Of one of no trainer's nothing can be said to others."""
+        self._version, self.poisoned = coming.version, None
+        mark = (coming.epoch, coming.version) if coming.epoch >= 0 else None
+        self._holding = replace(self._holding, mark=mark, digest=coming.digest)
+
     async def sleep(self, patience: float) -> dict[str, Any]:
         """Leave the devices to the trainer until the next round wakes this engine; see
         `Turns`.
@@ -199,7 +222,7 @@ class EngineWeights:
             finally:
                 self.turns.open()
         version = coming.version
-        async with self._round:
+        async with self._round, self._installing:
             began = time.monotonic()
             self.turns.close()
             await pause(self.llm, clear_cache=self._kv != "keep")
@@ -209,7 +232,7 @@ class EngineWeights:
                 states = await self._ask("rft_install", _as_staged(coming))
                 installed = _confirmed(version, states)
                 await self.llm.update_weight_version(str(version))
-                self._version, self.poisoned = version, None
+                self._holds(coming)
             except Exception as error:
                 self.poisoned = await self._damage(error)
                 lost = not self.poisoned and any(s.unreachable for s in await self._states())
@@ -252,7 +275,7 @@ class EngineWeights:
                 raise RoundFailed(
                     f"{self.name}: version {version} was not installed: {first_line(error)}", blame
                 ) from error
-            self._version = version
+            self._holds(coming)
         return installed
 
     async def _ask(self, method: str, *records: Any) -> list[WorkerState]:

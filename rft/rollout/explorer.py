@@ -141,11 +141,15 @@ class Explorer:
         self.cut: set[int] = set()  # groups that their step went on without
         self.background: list[asyncio.Task[None]] = []
         self.is_open = asyncio.Event()
+        self.prepared = asyncio.Event()
+        self.heard: int | None = None  # the last group that the buffer told of
         self.phase = "starting"
 
     async def prepare(self) -> dict[str, Any]:
         """Load the tokenizer, start the reward workers, and
         follow the engines that are admitted.
+
+        One in the place of an explorer that died while it was exploring goes on with that.
         """
         await self.shared.load()
         if self.api is not None:
@@ -164,10 +168,18 @@ class Explorer:
             self._keep(self._report())
         freeze_loaded()
         self.phase = "ready"
+        await self.resume()
         return {
             "taskset": len(self.taskset) if self.taskset else 0,
             "eval": {t.name: len(t) for t in self.eval_tasksets},
         }
+
+    async def resume(self) -> None:
+        """Go on with what the process before was let do."""
+        self.prepared.set()
+        name = self.config.name
+        if self.buffer is not None and await self._ask(ExperienceBuffer.is_let_go, name):
+            await self.explore()
 
     async def attempt(self, task: bytes) -> list[bytes]:
         """The experiences of one task, kept nowhere: for whoever looks at every token of them."""
@@ -187,6 +199,9 @@ class Explorer:
         """Start exploring in the background; calling it again (a
         trainer that came back) changes nothing.
         """
+        await self.prepared.wait()
+        assert self.buffer is not None, "explore needs a buffer"
+        await self._ask(ExperienceBuffer.let_go, self.config.name)
         self.may_sample.set()
         if self.exploring is None:
             self.exploring = asyncio.create_task(self._explore())
@@ -210,6 +225,7 @@ class Explorer:
 
     async def finished(self) -> None:
         """Return when the taskset is exhausted and every group is stored or failed."""
+        await self.prepared.wait()
         if self.exploring is not None:
             await asyncio.shield(self.exploring)
 
@@ -222,6 +238,7 @@ class Explorer:
             ExperienceBuffer.attach_explorer, self.config.name, within_s=self.patience_s
         )
         unfinished = [(group, from_journal(task)) for group, task in start["reissue"]]
+        self.heard = start.get("heard")
         if start["cursor"] is not None:
             self.taskset.seek(start["cursor"])
         if self.taskset.learns:
@@ -234,11 +251,12 @@ class Explorer:
             holds, asked = self.holds, [(for_journal(task), cursor) for task, cursor in found]
             most = [workflows.most(task) for task, _ in found]
             groups = await self._ask(
-                *(ExperienceBuffer.admit_some, self.config.name, asked, most),
+                *(ExperienceBuffer.admit_some, self.config.name, asked, most, self.heard),
                 within_s=self.patience_s,
             )
             if not groups:  # enough groups for the last step were admitted
                 break
+            self.heard = groups[-1] if self.heard is not None else None
             for group, (task, _) in zip(groups, found, strict=False):
                 await self._launch(group, task, holds)
             found = found[len(groups) :]
@@ -446,6 +464,7 @@ class Explorer:
 
     async def base_url(self) -> str:
         """Of the OpenAI API, which answers since `prepare`."""
+        await self.prepared.wait()
         assert self.shared.endpoint is not None, "base_url of a run without the API"
         return f"{self.shared.endpoint.url}/v1"
 
@@ -479,6 +498,7 @@ class Explorer:
         `served`: what the synchronizer said when the engines had it, so that this is not called
         earlier.
         """
+        await self.prepared.wait()
         try:
             with trace.overlapping("evaluate", version=version):
                 return [encode(result) for result in await self.evaluator.run(version)]

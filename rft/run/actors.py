@@ -2,14 +2,16 @@
 explorer.
 
     start ──► Ray, actors created ──► work: all load at the same time ──► serving ──► close
-                                      (any of them fails: `failed(part, phase, cause)`, from a
-                                      thread;
-                                       an engine is first started again: `rft.run.fleet`)
+                                      (one of them dies: Ray starts it again, `_watch` tells it
+                                       what only the supervisor knows; an engine: `rft.run.fleet`;
+                                       too often, or while all start: `failed(part, phase, cause)`,
+                                       from a thread)
 
 In: a stage's config, a callback for failures and one for what the user should read. Out: actors
 under known names in the run's namespace, started with an environment cleaned of torch launcher
 variables, each writing to its own log file. Invariant: no call here waits for an actor without a
-deadline, so the supervisor hears signals at any time; `close` ends every actor and the private Ray.
+deadline, so the supervisor hears signals at any time; `close` ends every actor and the private Ray,
+and nothing is started again from then on.
 """
 
 import logging
@@ -37,11 +39,13 @@ from rft.monitor import logs, trace
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import EndpointFactory, Explorer, ExplorerHandle
 from rft.rollout.pool import EngineHandle
+from rft.rollout.runner import AllTasksFail
 from rft.run import cards, cluster, modes, owners, parts
 from rft.run.cards import VISIBLE
 from rft.run.control_socket import ControlSocket
 from rft.run.fleet import EngineFleet, PartFailed
 from rft.run.parts import ActorSpec
+from rft.run.restarts import Restarts
 from rft.sync.synchronizer import SynchronizerHandle
 from rft.trainer import control
 
@@ -54,6 +58,13 @@ DOING = {
     "synchronizer": "publishing",
     "explorer": "exploring",
 }  # for messages
+# What dies comes back, and goes on with this. Whoever had asked it is answered by the new process.
+RETURNS = {
+    "buffer": "from its journal",
+    "explorer": "with the tasks under way",
+    "synchronizer": "and asks the engines what they hold",
+}
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0  # before one that said that it is broken begins anew
 Failed = Callable[[str, str, str], None]
 Work = Callable[[ExplorerHandle], None]
 T = TypeVar("T")
@@ -66,6 +77,9 @@ class Watched(Protocol):
         """Raise what broke it; until then, wait."""
 
     async def shutdown(self) -> None: ...
+
+    async def process(self) -> int:
+        """Its number."""
 
 
 class Actors:
@@ -92,6 +106,7 @@ class Actors:
         self.threads: list[threading.Thread] = []
         self.ready = False
         self.closing = False
+        self.ending = threading.Event()
         self.address = ""
         self.seats = cards.Seats(config.cluster.cards)
         self.machine = cards.here()  # before Ray's start changes the environment
@@ -110,7 +125,7 @@ class Actors:
         if config.cluster.ray_address and config.device == "cuda":
             self.held = cluster.hold_rank_cards(config, self.machine)
         if config.mode != "bench":
-            self.buffer = self._spawn(parts.buffer_spec(config))
+            self.buffer = self._spawn(parts.buffer_spec(config, str(self.log_dir)))
         # explorers are runs of their own, earlier ones or, with a database, at the same time
         if config.mode == "train":
             return
@@ -158,6 +173,7 @@ class Actors:
         import ray
 
         self.closing = True
+        self.ending.set()
         self.fleet.close()
         if not ray.is_initialized():
             return
@@ -245,16 +261,25 @@ class Actors:
             raise PartFailed(part, control.cause(error)) from error
 
     def _spawn(self, spec: ActorSpec[T]) -> ActorHandle[T]:
-        """An actor whose end, whenever it comes, is a failure of the run."""
-        handle = self._create(spec)
-        self._thread(self._watch, spec.part, handle)
+        """An actor that is watched: its end is a failure of the run, unless it comes back."""
+        restarts = Restarts(self._may_return(spec.part))
+        handle = self._create(spec, returns=restarts.limit > 0)
+        self._thread(self._watch, spec.part, handle, restarts)
         return handle
+
+    def _may_return(self, part: str) -> int:
+        """How often within an hour."""
+        is_other = part not in RETURNS or (part == "buffer" and parts.is_shared(self.config))
+        return 0 if is_other else self.config.cluster.max_restarts
 
     def _create_engine(self, engine: str, name: str) -> EngineHandle:
         self.seats.take(engine, self._size, (*self.fleet.engines, *self.auxiliary))
         return self._create(parts.engine_spec(self.config, engine, name))
 
-    def _create(self, spec: ActorSpec[T]) -> ActorHandle[T]:
+    def _create(self, spec: ActorSpec[T], returns: bool = False) -> ActorHandle[T]:
+        """`returns`: Ray starts it again when it dies, under its name and for all who have its
+        handle, and asks it again what it has not answered.
+        """
         import ray
 
         environment = (
@@ -277,6 +302,8 @@ class Actors:
             "max_concurrency": 10_000,
             "runtime_env": {"env_vars": environment},
         }
+        if returns:
+            options |= {"max_restarts": -1, "max_task_retries": -1}
         if names := self.seats.of_engine.get(spec.part):
             environment[VISIBLE] = names
         elif spec.gpus and self.config.device == "cuda":
@@ -329,20 +356,96 @@ class Actors:
         thread.start()
         self.threads.append(thread)
 
-    def _watch(self, part: str, handle: ActorHandle[Any]) -> None:
-        """One thread per actor, asleep until the actor dies or says what broke it."""
+    def _watch(self, part: str, handle: ActorHandle[Any], restarts: Restarts) -> None:
+        """One thread per actor, asleep until the actor dies or says what broke it; then it follows
+        the next of its lives, as long as there may be one.
+        """
         import ray
 
+        while True:
+            try:
+                ray.get(handle.ask_once(Watched.watch))
+                return
+            except Exception as error:
+                died = error
+            if not self._again(part, handle, restarts, died):
+                return
+
+    def _again(
+        self, part: str, handle: ActorHandle[Any], restarts: Restarts, error: Exception
+    ) -> bool:
+        """Whether it lives again, and was told what only the supervisor knows."""
+        import ray
+
+        why, phase = control.cause(error), DOING[part.split("_")[0]] if self.ready else "starting"
+        if self.closing:
+            return False
+        if not self.ready or not may_return(error) or not restarts.allow(why):
+            why = restarts.cause() if restarts.limit and self.ready and may_return(error) else why
+            self._fail(part, phase, PartFailed(part, why))
+            ray.kill(handle.actor)
+            return False
+        log.warning("%s: %s", part, why)
+        self.say(
+            f"{part}: {why}; it comes back {RETURNS[part]} ({restarts.used} of {restarts.limit} "
+            "within the hour)"
+        )
+        if says_itself(error):
+            if self.ending.wait(min(PAUSE_S * 2 ** (restarts.used - 1), LONGEST_PAUSE_S)):
+                return False
+            ray.kill(handle.actor, no_restart=False)
         try:
-            ray.get(handle.ask(Watched.watch))
-        except Exception as error:
-            self._fail(part, DOING[part.split("_")[0]] if self.ready else "starting", error)
+            # of the new one: Ray asks it as soon as it is there
+            log.info(
+                "%s: process %d",
+                part,
+                ray.get(handle.ask(Watched.process), timeout=control.START_S),
+            )
+            self._tell(part)
+        except Exception as told:  # it died again, and says so to its watch, or does not come back
+            if not self._is_death(told):
+                self._fail(part, phase, told)
+                return False
+        return True
+
+    def _tell(self, part: str) -> None:
+        """A new process what the last one knew of the supervisor."""
+        import ray
+
+        if part == "explorer" and self.explorer is not None:
+            ray.get(self.explorer.ask_once(Explorer.prepare), timeout=control.START_S)
+            ray.get(self.explorer.ask_once(Explorer.open), timeout=control.REPLY_S)
+        elif part == "synchronizer":
+            self.fleet.reintroduce()
+
+    @staticmethod
+    def _is_death(error: Exception) -> bool:
+        import ray
+
+        return isinstance(error, ray.exceptions.ActorUnavailableError)
 
     def _fail(self, part: str, phase: str, error: Exception) -> None:
         if not self.closing:
             self.failed(
                 part, phase, str(error) if isinstance(error, PartFailed) else control.cause(error)
             )
+
+
+def says_itself(error: Exception) -> bool:
+    """Whether the part lives, and has said that it is broken."""
+    from ray.exceptions import RayTaskError
+
+    return isinstance(error, RayTaskError)
+
+
+def may_return(error: Exception) -> bool:
+    """Whether another process could do better: not where tasks fail one after the other, or where
+    it could not even be made.
+    """
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    failed = error.cause if isinstance(error, RayTaskError) else None
+    return not isinstance(failed, AllTasksFail) and not isinstance(error, ActorDiedError)
 
 
 def hosted(
@@ -371,6 +474,9 @@ def hosted(
             if not computes:
                 wait_for_turn()
             super().__init__(*arguments, **named)
+
+        async def process(self) -> int:
+            return os.getpid()
 
     Hosted.__name__ = Hosted.__qualname__ = cls.__name__
     return Hosted

@@ -11,7 +11,8 @@ without a trainer, the engines are fixed and a death is the failure of the run).
 `rft engines`, a line on the terminal for whoever comes or goes, and a failure when none can serve
 any more. One thread per engine, asleep until it ends. Invariants: the synchronizer hears that an
 engine is gone before another one takes its name; of an engine that ended no process is left on this
-machine; after `close` nothing is started.
+machine; after `close` nothing is started; a synchronizer that died and is there again hears of
+every engine that lives (`reintroduce`), whoever comes or goes meanwhile.
 """
 
 import logging
@@ -30,6 +31,7 @@ from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 from rft.trainer import control
 
 log = logging.getLogger(__name__)
+AGAIN_S = 0.5  # until a synchronizer that is gone is asked again
 ENDING_S = 8.0  # for vLLM's own orderly end
 STATS_S = 5.0  # for an engine that is alive; one that loads does not answer
 Spawn = Callable[[str, str], EngineHandle]  # of (engine, the actor's own name)
@@ -65,6 +67,11 @@ class FleetMember:
     def is_alive(self) -> bool:
         return self.state in ("starting", "joining", "serving")
 
+    @property
+    def is_known(self) -> bool:
+        """To the synchronizer."""
+        return self.state in ("joining", "serving", "leaving")
+
 
 class EngineFleet:
     def __init__(
@@ -87,9 +94,13 @@ class EngineFleet:
         self.drain_s = 0.0
         # the run has begun: an engine that cannot start is no failure of it any more
         self.ready = False
-        self.closing = False
+        self._end = threading.Event()
         self._next = 0
         self._lock = threading.RLock()
+
+    @property
+    def closing(self) -> bool:
+        return self._end.is_set()
 
     def create(self, count: int, is_news: bool = False) -> dict[str, EngineHandle]:
         """So many new engines by name, without waiting for them."""
@@ -121,6 +132,24 @@ class EngineFleet:
         if synchronizer is not None:
             self._thread(self._follow)
             self._thread(self._replace)
+            self._thread(self.reintroduce)  # it may have died before anybody could tell it
+
+    def reintroduce(self) -> None:
+        """The synchronizer begins anew: it hears which engines live, until those that it has heard
+        of are those that do.
+        """
+        told: dict[str, EngineHandle] = {}
+        while not self.closing and self.synchronizer is not None:
+            with self._lock:
+                living = {e.name: e.handle for e in self.engines.values() if e.is_known}
+            self._ask(Synchronizer.recover, living)
+            for name in told.keys() - living.keys():
+                self._tell(Synchronizer.leave, name, "it ended")
+            with self._lock:
+                known = {e.name: e.handle for e in self.engines.values() if e.is_known}
+            if known == living:
+                return
+            told = living
 
     def await_started(self) -> None:
         """Return when all serve or may join; raises PartFailed for the first that cannot start."""
@@ -204,7 +233,7 @@ class EngineFleet:
     def close(self) -> None:
         """Start nothing any more. Whoever called ends the actors."""
         with self._lock:
-            self.closing = True
+            self._end.set()
 
     # --- one engine's life ------------------------------------------------------------------------
 
@@ -328,9 +357,23 @@ class EngineFleet:
 
     def _tell(self, method: Callable[..., Any], *arguments: Any) -> None:
         """The synchronizer must hear it."""
+        self._ask(method, *arguments, timeout=control.REPLY_S)
+
+    def _ask(
+        self, method: Callable[..., Any], *arguments: Any, timeout: float | None = None
+    ) -> Any:
+        """What the synchronizer answers, which may die meanwhile: it is asked again until it is
+        back. Raises when the run ends, or when it lives and does not answer.
+        """
         import ray
 
-        ray.get(self.synchronizer.ask(method, *arguments), timeout=control.REPLY_S)  # type: ignore[union-attr]
+        while True:
+            asked = self.synchronizer.ask(method, *arguments)  # type: ignore[union-attr]
+            try:
+                return ray.get(asked, timeout=timeout)
+            except ray.exceptions.RayActorError:
+                if self._end.wait(AGAIN_S):
+                    raise
 
     # --- what the synchronizer tells --------------------------------------------------------------
 
@@ -341,9 +384,8 @@ class EngineFleet:
         seen = -1
         while True:
             try:
-                seen, admitted = ray.get(self.synchronizer.ask(Synchronizer.members, seen))
-            # it ended: expected at the end of the run, and else told by its own watch
-            except ray.exceptions.RayError:
+                seen, admitted = self._ask(Synchronizer.members, seen)
+            except ray.exceptions.RayError:  # the run ends
                 return
             with self._lock:
                 for engine in self.engines.values():
@@ -367,10 +409,9 @@ class EngineFleet:
         seen = 0
         while True:
             try:
-                lost = ray.get(self.synchronizer.ask(Synchronizer.failures, seen))
+                seen, news = self._ask(Synchronizer.failures, seen)
             except ray.exceptions.RayError:
                 return
-            news, seen = lost[seen:], len(lost)
             for name, cause in news:
                 with self._lock:
                     engine = self.engines.get(name)

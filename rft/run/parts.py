@@ -42,7 +42,8 @@ def is_shared(config: Config) -> bool:
     return config.buffer.trainer_input.experience_buffer.storage_type == "sql"
 
 
-def buffer_spec(config: Config) -> ActorSpec[ExperienceBuffer]:
+def buffer_spec(config: Config, life: str = "") -> ActorSpec[ExperienceBuffer]:
+    """`life`: names this start of the run."""
     settings = config.buffer.trainer_input.experience_buffer
     # a client asks when it asks
     limited = config.mode == "both" or (is_shared(config) and config.mode != "serve")
@@ -57,6 +58,7 @@ def buffer_spec(config: Config) -> ActorSpec[ExperienceBuffer]:
         config.seed,
         config.explorer.over_rollout if config.mode == "both" else None,
         mixing.rollouts_per_step(config),
+        life,
     )
     return ActorSpec("buffer", settings.name, partial(cls, *arguments))
 
@@ -72,6 +74,7 @@ def synchronizer_spec(
         settings.sync_timeout,
         settings.kv,
         settings.receive == "direct",
+        configs.checkpoint_root(config) if config.mode in ("explore", "serve") else None,
     )
     return ActorSpec("synchronizer", "synchronizer", make)
 

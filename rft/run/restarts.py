@@ -36,6 +36,11 @@ class Restarts:
         """How much of the budget is spent."""
         return f"{len(self._deaths)} of {self.limit} within an hour"
 
+    @property
+    def used(self) -> int:
+        """Of the budget, as it is now."""
+        return len(self._deaths)
+
     def cause(self) -> str:
         """Of the end, once nothing is left of the budget."""
         first = self.first

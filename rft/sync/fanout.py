@@ -40,6 +40,12 @@ def before(place: int, size: int) -> int:
     return (place - 1) % size
 
 
+def shape_of(offers: Sequence[WorkerOffer]) -> Shape | None:
+    """Of an engine; None where it cannot be in a ring."""
+    shapes = {(*offer.shape, offer.kind) for offer in offers}
+    return shapes.pop() if len(shapes) == 1 else None
+
+
 @dataclass
 class Rings:
     """The rings of all shapes. `generation` grows with every change of any."""
@@ -74,6 +80,12 @@ class Rings:
         self.generation += 1
         if self.ring_of(lost) is not None:
             self.rings = self._without(lost)
+
+    def pass_over(self, generation: int) -> None:
+        """Engines have been in rings of `generation`, of which nothing is known here: none of these
+        comes again.
+        """
+        self.generation = max(self.generation, generation)
 
     def settle(self, taking: Collection[str]) -> bool:
         """A round begins, of these engines: whether they are in other rings than before."""

@@ -8,6 +8,8 @@ from an older checkpoint count as newer than those of the trainer before it. Thr
 
     state        event          then         and
     -            join           idle         not connected, holds nothing, or `start`
+    -            recover        idle         not connected, holds what it says: the state machine
+                                             before this one, which led it there, is lost
     any          leave          gone         its round goes on without it
     any          trainer        idle         (a new epoch) not connected; what it holds stays, and
                                              is served until the first round
@@ -29,9 +31,11 @@ from an older checkpoint count as newer than those of the trainer before it. Thr
 Invariants (tests/unit/test_members.py walks through every reachable state): an engine is admitted
 to requests only when it holds at least the published mark; something is published only when every
 engine of the round holds it, is gone or has missed it, and at least one holds it; of one epoch,
-`published` never goes back; what belongs to an older epoch changes nothing.
+`published` never goes back, over the lives of this state machine too; what belongs to an older
+epoch changes nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Mark = tuple[int, int]  # epoch, version
@@ -69,6 +73,24 @@ class Members:
     round: set[str] = field(default_factory=set)  # engines that the target waits for
     start: Mark | None = None  # what an engine holds as it joins
 
+    # A new state machine, in the place of one that is lost
+
+    def recover(self, held: Mapping[str, Mark | None], published: Mark | None = None) -> None:
+        """Engines are here, and hold what they say. `published`: what is known of that; else it is
+        the newest mark that any of them holds, so that none serves an older one.
+
+        The trainer of the newest epoch that anybody knows may connect again, and no older one. An
+        engine that is here already stays as it is.
+        """
+        marks = [mark for mark in (published, *held.values()) if mark is not None]
+        if self.epoch < 0 and self.published is None and marks:
+            self.published = published or max(marks)
+            self.epoch = max(epoch for epoch, _ in marks) - 1
+        for name in [name for name in held if name not in self.alive()]:
+            self.all[name] = EngineMember(held=held[name] or self.start)
+            if self.is_led():
+                self.round.add(name)
+
     # Events of the trainer
 
     def trainer(self, epoch: int) -> None:
@@ -90,7 +112,8 @@ class Members:
     def publish(self, version: int) -> None:
         """All engines shall take `version`."""
         self.offered = self.target = (self.epoch, version)
-        self.round = set(self.alive())
+        # who holds it already has confirmed it to the state machine before this one
+        self.round = {n for n, member in self.alive().items() if not self._holds_target(member)}
         for member in self.alive().values():
             member.missed = None
 
@@ -205,14 +228,10 @@ class Members:
         member = self.all[name]
         if member.state == GONE:
             return "end"
-        if (
-            member.state != IDLE
-            or self.offered is None
-            or self.target is None
-            or self.has_missed(name)
-        ):
+        wanted = self.target or self.published
+        if member.state != IDLE or self.offered is None or wanted is None or self.has_missed(name):
             return ""
-        if member.held is not None and member.held >= self.target:
+        if member.held is not None and member.held >= wanted:
             return ""
         return "connect" if member.connected != self.epoch else "take"
 
@@ -220,6 +239,10 @@ class Members:
         """Whether it will not try again to take what is offered."""
         member = self.all[name]
         return member.missed is not None and member.missed == self.offered
+
+    def is_led(self) -> bool:
+        """A round is under way."""
+        return self.target is not None and self.target != self.published
 
     def is_over(self) -> bool:
         """Nobody is waited for any more, and somebody holds the target."""

@@ -31,7 +31,7 @@ from rft.sync import plan as plans
 from rft.sync.buckets import Blocks, host_checksum, pack, seed_of
 from rft.sync.links import host_links
 from rft.sync.plan import WHOLE, StreamPlan, part_of
-from rft.sync.publisher import Origin, Outcome
+from rft.sync.publisher import REPLY_S, Connection, Origin, Outcome
 from rft.sync.sender import WeightSender
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle, reason
 
@@ -139,11 +139,11 @@ class StreamOrigin(ShardOrigin):
         stream, endpoints = self.agree_on_plan(self.sender.endpoint if self.sender else None)
         if self.sender and stream is not None:
             self.sender.follow(self.plan, stream)
-        return self.answer(self.ask(Synchronizer.connect, self.plan, endpoints, self.epoch))
+        return self.lead(Synchronizer.connect, self.plan, endpoints, self.epoch)
 
     def start(self, version: int, due: bool) -> None:
         """Not `due`: the version is only offered."""
-        self._is_open = True
+        self._is_open, self._offered = True, version
         if self.sender:
             self.sender.open(version)
         if due:
@@ -153,10 +153,11 @@ class StreamOrigin(ShardOrigin):
 
     def release(self) -> dict[str, float]:
         """Close the version; engines serve it, or have taken what they wanted of it."""
-        was_open, self._is_open = self._is_open, False
+        was_open, self._is_open, self._offered = self._is_open, False, None
         return self.sender.close_version() if self.sender and was_open else {}
 
     def close(self) -> None:
+        super().close()
         if self.sender:
             self.sender.close()
 
@@ -169,6 +170,10 @@ class MemoryOrigin(ShardOrigin):
     rank has a handle, makes each an object of its own: objects of a rank's process would be gone
     with it. Never more than two buckets are held beside the weights. A bucket's checksum is that of
     the weights as they were when it was packed, before they could change.
+
+    What was left is lost with the synchronizer. Every rank leaves it again, for as long as its
+    weights are the same; once they may have changed it gives the version up, and the next one is
+    published in its place.
     """
 
     def __init__(
@@ -182,6 +187,9 @@ class MemoryOrigin(ShardOrigin):
         super().__init__(mesh, source, synchronizer, config, epoch)
         self._stream: int | None = None
         self._deposit: DepositThread | None = None
+        self._version: int | None = None  # started last
+        self._is_same = False  # the weights are
+        self._changing = threading.Lock()
 
     def connect(self) -> Outcome:
         self._stream, _ = self.agree_on_plan(None)
@@ -189,23 +197,55 @@ class MemoryOrigin(ShardOrigin):
             self._device = next(iter(self.source.read_blocks())).device
         if self.mesh.rank != 0:
             return Outcome()
-        return self.answer(self.ask(Synchronizer.connect, self.plan, [], self.epoch, MEMORY))
+        return self.lead(Synchronizer.connect, self.plan, [], self.epoch, MEMORY)
 
     def start(self, version: int, due: bool) -> None:
         """A version that is not due needs nothing: engines that come back find the last one."""
         if not due:
             return
-        if self._stream is not None:
-            self._deposit = DepositThread(lambda: self._leave(version), self._device)
+        if self.connection is None and self.synchronizer is not None:
+            self.connection = Connection(self.synchronizer, self.epoch, self._await_lead)
+        with self._changing:
+            self._version, self._is_same = version, True
+            self._begin()
         if self.mesh.rank == 0:
             self._reply = self.ask(Synchronizer.publish_deposited, version, self.epoch)
 
     def release(self) -> dict[str, float]:
         """Return when all of this rank's weights are in the object store."""
-        if self._deposit is not None:
-            self._deposit.wait(self.config.sync_timeout)
-            self._deposit = None
+        with self._changing:
+            if self._deposit is not None:
+                self._deposit.wait(self.config.sync_timeout)
+                self._deposit = None
+            self._is_same = False
         return {}
+
+    def renew(self) -> None:
+        """By a thread of the connection's: nothing is left of what was in the object store."""
+        with self._changing:
+            version, is_same = self._version, self._is_same
+            if is_same:
+                if self._deposit is not None:
+                    self._deposit.wait(self.config.sync_timeout)
+                self._begin()
+        if version is not None and not is_same:
+            self.ask(Synchronizer.give_up, version, self.epoch)
+        elif version is not None and self.mesh.rank == 0 and self._reply is None:
+            # it was served already; engines that come back want it
+            self.ask(Synchronizer.publish_deposited, version, self.epoch)
+
+    def _await_lead(self) -> None:
+        """Of the other ranks: rank 0 connects."""
+        import ray
+
+        asked = self.ask(Synchronizer.connected, self._version or 0, self.epoch)
+        ray.get(asked, timeout=self.config.sync_timeout + REPLY_S)
+        self.renew()
+
+    def _begin(self) -> None:
+        version = self._version
+        if self._stream is not None and version is not None:
+            self._deposit = DepositThread(lambda: self._leave(version), self._device)
 
     def _leave(self, version: int) -> None:
         import ray
@@ -317,7 +357,7 @@ class CheckpointOrigin(Origin):
 
     def connect(self) -> Outcome:
         self.saves.hear = self._hear
-        return self.answer(self.ask(Synchronizer.attach, self.epoch, CHECKPOINT))
+        return self.lead(Synchronizer.attach, self.epoch, CHECKPOINT)
 
     def start(self, version: int, due: bool) -> None:
         """If it is due, `claim_save` must follow. If not, nothing is needed: engines that come back
@@ -354,6 +394,7 @@ class CheckpointOrigin(Origin):
         return self.answer(reply)
 
     def close(self) -> None:
+        super().close()
         self.saves.hear = lambda report: None
 
     def _hear(self, report: Report) -> None:

@@ -26,6 +26,8 @@ Checksums say that bytes arrived; this says that they arrived where they belong:
 a wrong norm or an expert at another place has the right bytes.
 """
 
+import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -37,8 +39,11 @@ from rft.config import SynchronizerConfig
 from rft.data.packing import Packed, Row, pack
 from rft.ground.experience import Completion, GenerateRequest, Record, Sampling, decode, encode
 from rft.ground.protocols import Collective, TrainerMesh
+from rft.sync.lead import NotConnected
+from rft.sync.stored_versions import VersionLost
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle, reason
 
+log = logging.getLogger(__name__)
 REPLY_S = 30.0  # on top of sync_timeout: the synchronizer raises the better error first
 PROMPT_TOKENS, NEW_TOKENS = 16, 16
 # nats, mean: half-precision arithmetic differs by a tenth of it, a wrong layout by several
@@ -51,6 +56,41 @@ class Outcome(Record, frozen=True):
 
     numbers: dict[str, float] = {}
     error: str | None = None
+
+
+class Connection:
+    """A rank's connection to the synchronizer, which may die and begin anew: `again` is called
+    then, by a thread of its own, to do what the new process must know; what the loop has asked
+    waits there, or was sent again by Ray.
+
+    Asked for all the time is `Synchronizer.lead`, which only a process answers that does not know
+    this trainer.
+    """
+
+    def __init__(self, synchronizer: SynchronizerHandle, epoch: int, again: Callable[[], None]):
+        self.synchronizer = synchronizer
+        self.epoch = epoch
+        self.again = again
+        self.is_closed = False
+        self._watch()
+
+    def _watch(self) -> None:
+        """No thread waits: the end of the run may come meanwhile."""
+        answer = self.synchronizer.ask(Synchronizer.lead, self.epoch).future()
+        answer.add_done_callback(lambda ended: self._ended(ended.exception()))
+
+    def _ended(self, error: BaseException | None) -> None:
+        if isinstance(error, NotConnected) and not self.is_closed:
+            threading.Thread(target=self._renew, name="connect again", daemon=True).start()
+
+    def _renew(self) -> None:
+        log.warning("the synchronizer is a new process: connecting to it again")
+        try:
+            self.again()
+        except Exception:  # the loop's own calls end with a better error
+            log.exception("connecting again")
+            return
+        self._watch()
 
 
 class Origin(ABC):
@@ -75,6 +115,8 @@ class Origin(ABC):
         self.config = config
         self.epoch = epoch
         self.digest = ""  # of the plan, or of what stands in for it
+        self.connection: Connection | None = None
+        self._offered: int | None = None  # a version that engines may take, though none must
 
     @abstractmethod
     def connect(self) -> Outcome:
@@ -100,8 +142,29 @@ class Origin(ABC):
         """Whether `version` is to be saved now, for the engines. Says so once."""
         return False
 
-    def close(self) -> None:  # noqa: B027  most have nothing to end
+    def close(self) -> None:
         """The trainer ends."""
+        if self.connection is not None:
+            self.connection.is_closed = True
+
+    def lead(self, method: Callable[..., Any], *arguments: Any) -> Outcome:
+        """Connect by this call of the synchronizer's, now and whenever that begins anew."""
+        outcome = self.answer(self.ask(method, *arguments))
+
+        def again() -> None:
+            import ray
+
+            ray.get(self.ask(method, *arguments), timeout=self.config.sync_timeout + REPLY_S)
+            self.renew()
+
+        if self.synchronizer is not None and outcome.error is None:
+            self.connection = Connection(self.synchronizer, self.epoch, again)
+        return outcome
+
+    def renew(self) -> None:
+        """Connected again: tell what the new process must know."""
+        if (version := self._offered) is not None:
+            self.ask(Synchronizer.offer, version, self.epoch)
 
     def ask(self, method: Callable[..., Any], *arguments: Any) -> Any | None:
         """Begin a call of the synchronizer's; None where there is none."""
@@ -117,6 +180,9 @@ class Origin(ABC):
 
         try:
             numbers = ray.get(reply, timeout=self.config.sync_timeout + REPLY_S)
+        except VersionLost as error:
+            log.warning("%s; the next one takes its place", reason(error))
+            return Outcome(numbers={"lost": 1.0})
         except Exception as error:  # raised on every rank, after these have heard of it
             return Outcome(error=reason(error))
         return Outcome(numbers=numbers or {})
@@ -144,6 +210,7 @@ class Publisher:
         self.version: int | None = None  # the last one that all engines serve
         self.last: dict[str, float] = {}
         self._begun: int | None = None
+        self._is_lost = False  # what was begun last was never served
 
     def connect(self) -> None:
         """Let the engines know that a trainer is here. Collective; raises on every rank if that
@@ -159,6 +226,7 @@ class Publisher:
         """
         self.release()
         self.wait()
+        due, self._is_lost = due or self._is_lost, False
         if due:
             self._begun = version
         if self.origin is not None:
@@ -171,8 +239,12 @@ class Publisher:
         if self._begun is None:
             return
         if self.origin is not None:
-            self._count(self._agreed(self.origin.outcome()) | self.probe(self._begun))
-        self.version, self._begun = self._begun, None
+            numbers = self._agreed(self.origin.outcome())
+            self._is_lost = "lost" in numbers
+            self._count(numbers | ({} if self._is_lost else self.probe(self._begun)))
+        if not self._is_lost:
+            self.version = self._begun
+        self._begun = None
 
     def rest(self) -> None:
         """The engines have done their part of the step: return when they sleep, if they share this

@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 LOOK_S = 2.0
 
 
+class VersionLost(RuntimeError):
+    """Some of it was left with a synchronizer that died, and cannot be left again."""
+
+
 class Deposits:
     """What trainer ranks have left for the engines in Ray's object store: (reference, checksum) of
     every bucket, stream by stream.
@@ -37,23 +41,39 @@ class Deposits:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self._left: dict[Mark, dict[tuple[int, int], tuple[Any, str]]] = defaultdict(dict)
+        self._lost: set[Mark] = set()
+        self._done: Mark | None = None  # handed out last
         self._changed = asyncio.Condition()
 
     def begin(self, sizes: list[int]) -> None:
         """A trainer attaches; what one before it has left, and nobody serves, is void."""
-        self.sizes = sizes
+        self.sizes, self._done = sizes, None
         self._left.clear()
 
     async def put(self, mark: Mark, stream: int, number: int, bucket: tuple[Any, str]) -> None:
+        if self._done is not None and mark <= self._done:
+            return  # it was left twice
         self._left[mark][stream, number] = bucket
         async with self._changed:
             self._changed.notify_all()
 
+    async def give_up(self, mark: Mark) -> None:
+        """Some of `mark` never comes."""
+        self._lost.add(mark)
+        async with self._changed:
+            self._changed.notify_all()
+
     async def complete(self, mark: Mark, timeout: float) -> InStore:
-        """Where `mark` lies; TimeoutError names the streams that are not whole."""
+        """Where `mark` lies; TimeoutError names the streams that are not whole, and VersionLost
+        is raised when some never will be.
+        """
+
+        def is_decided() -> bool:
+            return mark in self._lost or len(self._left[mark]) == sum(self.sizes)
+
         try:
             async with asyncio.timeout(timeout), self._changed:
-                await self._changed.wait_for(lambda: len(self._left[mark]) == sum(self.sizes))
+                await self._changed.wait_for(is_decided)
         except TimeoutError:
             here = Counter(stream for stream, _ in self._left[mark])
             late = [
@@ -65,6 +85,9 @@ class Deposits:
                 f"version {mark[1]}: after {timeout:g} s there are {', '.join(late)}"
             ) from None
         buckets = self._left.pop(mark)
+        if mark in self._lost:
+            raise VersionLost(f"version {mark[1]} was left with a synchronizer that died")
+        self._done = mark
         streams = [
             [buckets[index, number] for number in range(size)]
             for index, size in enumerate(self.sizes)

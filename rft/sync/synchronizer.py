@@ -17,52 +17,54 @@ digest. Where they share devices with the trainer, `rest` puts them to sleep unt
 is published, and until then none is given anything to do. Invariants: what is published
 is a version that every engine of its round has confirmed; a trainer of a lower epoch can neither
 connect nor publish; every change wakes who waits, nothing is polled.
+
+It may die at any time. Ray then begins a new process of it, which knows nothing, and sends calls
+that were under way to that one: every call may come twice. Nobody is answered before the supervisor
+has told it which engines live (`recover`); these say what they hold, the buffer says what is
+published, and so the same engines serve as before. A trainer hears from `lead` that it is to
+connect again, and its `publish` waits for that.
 """
 
 import asyncio
 import functools
 import logging
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
-
-from msgspec.structs import replace
 
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.ground import rounds
 from rft.ground.protocols import ActorHandle
 from rft.ground.rounds import (
+    Holding,
     InSave,
     Installed,
     Location,
     Received,
-    Round,
-    TrainerInfo,
     WorkerOffer,
 )
 from rft.monitor import trace
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.pool import EngineHandle
 from rft.sync import plan as plans
-from rft.sync.fanout import Rings, Shape
-from rft.sync.members import Mark, Members
+from rft.sync.fanout import Rings, shape_of
+from rft.sync.lead import Endpoints, Lead, NotConnected, Superseded, is_reborn, reason
+from rft.sync.members import START, Mark, Members
 from rft.sync.plan import StreamPlan
-from rft.sync.stored_versions import Deposits, Refusal, Saved, SavedVersions
+from rft.sync.stored_versions import Deposits, Refusal, Saved, SavedVersions, VersionLost
 
 log = logging.getLogger(__name__)
-Endpoints = Sequence[dict[str, Any]]
 STEPS = ("connect", "take", "end")
+MEET_S = 60.0  # for an engine to say what it holds, behind an installation that is under way
 RECEIVE_SHARE = 0.8  # of sync_timeout: who receives gives up first, and can say what was missing
-
-
-class Superseded(RuntimeError):
-    """A newer trainer has attached."""
 
 
 class Synchronizer:
     """Runs as one Ray actor; every method is a coroutine on its event loop.
 
-    `kv` and `direct` go to the engines with a trainer and with each round.
+    `kv` and `direct` go to the engines with a trainer and with each round. `root`: where there is
+    no trainer here, what it follows.
     """
 
     def __init__(
@@ -71,11 +73,11 @@ class Synchronizer:
         timeout: float,
         kv: str = "recompute",
         direct: bool = False,
+        root: str | None = None,
     ):
         self.buffer = buffer
+        self.root = root
         self.timeout = timeout
-        self.kv = kv
-        self.direct = direct
         self.resting = False  # engines sleep until the next version is published
         self.handles: dict[str, EngineHandle] = {}
         self.reports: dict[str, Installed] = {}  # of each engine's last round
@@ -84,33 +86,106 @@ class Synchronizer:
         self._rings = Rings()
         self._offers: dict[str, list[WorkerOffer]] = {}
         self._connected_in: dict[str, int] = {}  # generation of the rings, by engine
-        self._generation = 0
+        # of who is admitted, and of failures: not those of a process before this one
+        self._generation = self._before = random.getrandbits(48) + 2 if is_reborn() else 0
         self._admitted: list[str] = []
-        self._trainer: TrainerInfo | None = None
-        self._plan: StreamPlan | None = None  # of its streams
-        # digest and place of what is not in the trainer's streams
-        self._located: dict[Mark, tuple[str, Location]] = {}
+        self._lead = Lead(timeout * RECEIVE_SHARE, kv, direct)
         self._deposits = Deposits()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
         self._broken: asyncio.Future[None] = asyncio.get_event_loop().create_future()
+        self._told = asyncio.Event()  # which engines live
+        self._recovering = asyncio.Lock()
+        self._newest = Holding()  # of what they said then
+        self._saves: SavedVersions | None = None
+        self._following = asyncio.Lock()
+        if not self._before:
+            self._told.set()
 
     # --- engines come and go ----------------------------------------------------------------------
 
     async def join(self, name: str, handle: EngineHandle) -> None:
         """A started engine is here; it gets its weights as soon as a trainer offers some."""
+        await self._ready()
         offers = await handle.ask(RolloutEngine.worker_offers)
+        if self.handles.get(name) == handle:
+            return
+        if name in self.handles:
+            await self.leave(name, "another one has its name")
         self._state.join(name)
+        self._enter(name, handle, offers)
+        await self._begin(name, handle)
+
+    async def recover(self, engines: dict[str, EngineHandle]) -> None:
+        """These are the engines that live. To a new process that is all that is known of the run;
+        to another one, those that are not here join.
+        """
+        from ray.exceptions import RayActorError
+
+        async with self._recovering:
+            new = {n: handle for n, handle in engines.items() if self.handles.get(n) != handle}
+            asked = [_met(handle) for handle in new.values()]
+            published = await self._published()
+            answers = zip(new, await asyncio.gather(*asked, return_exceptions=True), strict=True)
+            found: dict[str, tuple[Holding, list[WorkerOffer]]] = {}
+            for name, answer in answers:
+                if not isinstance(answer, BaseException):
+                    found[name] = answer
+                elif not isinstance(answer, RayActorError):  # of a death the supervisor knows
+                    self.lost.append((name, reason(answer)))
+            for name in [n for n in found if self.handles.get(n) not in (None, new[n])]:
+                await self._leave(name, "another one has its name")
+            found = {n: answer for n, answer in found.items() if n not in self.handles}
+            self._take_over({name: holding for name, (holding, _) in found.items()}, published)
+            for name, (_, offers) in found.items():
+                self._enter(name, new[name], offers)
+            for name in found:
+                await self._begin(name, new[name])
+            self._told.set()
+        await self._tell()
+        if self.root is not None and self.handles:
+            self._task("first look", self.follow(self.root))
+
+    async def _published(self) -> Mark | None:
+        """What the buffer knows, when nothing is known here. Where there is no trainer, the marks
+        are not those of the buffer.
+        """
+        if self.buffer is None or self.root is not None or self._told.is_set():
+            return None
+        known = await self.buffer.ask(ExperienceBuffer.stats)
+        return None if known["published"] is None else (known["run_epoch"], known["published"])
+
+    def _take_over(self, held: dict[str, Holding], published: Mark | None) -> None:
+        said = held.values()
+        self._state.recover({name: one.mark for name, one in held.items()}, published)
+        self._newest = max((self._newest, *said), key=lambda one: one.mark or START)
+        self._rings.pass_over(max((one.generation for one in said), default=-1) + 1)
+        self.resting = self.resting or any(one.asleep for one in said)
+        if held:
+            log.warning("taken over, published %s: %s", self._state.published, self._state.where())
+
+    def _enter(self, name: str, handle: EngineHandle, offers: list[WorkerOffer]) -> None:
         self.handles[name], self._offers[name] = handle, offers
         self._regroup(lambda: self._rings.join(name, shape_of(offers)))
+
+    async def _begin(self, name: str, handle: EngineHandle) -> None:
+        """The life of an engine that has entered."""
         if self.resting:
             await self._put_to_sleep(name, handle)
-        self._tasks[name] = asyncio.create_task(self._keep_up(name, handle))
-        self._tasks[name].add_done_callback(self._settle)
+        self._task(name, self._keep_up(name, handle))
         await self._tell()
+
+    def _task(self, name: str, work: Coroutine[Any, Any, Any]) -> None:
+        """A failure of it ends the run."""
+        self._tasks[name] = asyncio.create_task(work)
+        self._tasks[name].add_done_callback(self._settle)
 
     async def leave(self, name: str, reason: str) -> None:
         """An engine is gone, or shall get no more requests."""
+        await self._ready()
+        await self._leave(name, reason)
+
+    async def _leave(self, name: str, reason: str) -> None:
         log.warning("%s leaves: %s", name, reason)
         trace.instant(f"{name} leaves", reason=reason)
         self._state.leave(name, reason)
@@ -126,15 +201,17 @@ class Synchronizer:
         """(generation, handles by name) of the engines that requests may go to, once the generation
         is not `seen`.
         """
+        await self._ready()
         await self._until(lambda: self._generation != seen, None)
         return self._generation, {name: self.handles[name] for name in self._admitted}
 
-    async def failures(self, seen: int = 0) -> list[tuple[str, str]]:
-        """(name, reason) of engines that live and take no weights any more, once there are more
-        than `seen`.
+    async def failures(self, seen: int = 0) -> tuple[int, list[tuple[str, str]]]:
+        """(name, reason) of engines that live and take no weights any more, once there are others
+        than those `seen`, a number that comes with them.
         """
-        await self._until(lambda: len(self.lost) > seen, None)
-        return self.lost
+        known = seen - self._before if 0 <= seen - self._before <= len(self.lost) else 0
+        await self._until(lambda: len(self.lost) > known, None)
+        return self._before + len(self.lost), self.lost[known:]
 
     # --- the trainer ------------------------------------------------------------------------------
 
@@ -144,28 +221,37 @@ class Synchronizer:
         """A trainer of `epoch` serves these streams from now on; engines connect when they need
         weights. Method "memory": it has no streams, and deposits what they would bring.
         """
-        await self.attach(epoch, method, plan, streams)
-        self._deposits.begin([len(stream.buckets) for stream in plan.streams])
+        if await self._attach(epoch, method, plan, streams):
+            self._deposits.begin([len(stream.buckets) for stream in plan.streams])
         await self._check_plan(plan)
         await self._tell()
 
-    async def attach(
-        self, epoch: int, method: str, plan: StreamPlan | None = None, streams: Endpoints = ()
-    ) -> None:
+    async def attach(self, epoch: int, method: str) -> None:
         """A trainer of `epoch` leads from now on."""
+        await self._attach(epoch, method)
+
+    async def _attach(
+        self, epoch: int, method: str, plan: StreamPlan | None = None, streams: Endpoints = ()
+    ) -> bool:
+        """False: it is known already, as just this one."""
+        await self._ready()
+        trainer = self._lead.trainer_of(epoch, method, plan, streams)
+        if trainer == self._lead.trainer:
+            return False
         self._state.trainer(epoch)
-        self._located.clear()
-        self._plan = plan
-        self._trainer = TrainerInfo(
-            epoch=epoch,
-            timeout=self.timeout * RECEIVE_SHARE,
-            method=method,
-            plan=None if plan is None else plans.encode(plan),
-            streams=list(streams),
-            kv=self.kv,
-            direct=self.direct,
-        )
+        self._lead.attach(trainer, plan)
         await self._tell()
+        return True
+
+    async def lead(self, epoch: int) -> None:
+        """Never returns while the trainer of `epoch` leads. Raises NotConnected where nobody has
+        heard of it, Superseded when there is a newer one.
+        """
+        await self._ready()
+        if self._lead.trainer is None or self._state.epoch < epoch:
+            raise NotConnected(f"no trainer of epoch {epoch} is connected")
+        await self._until(lambda: self._state.epoch != epoch, None)
+        raise Superseded(f"a trainer of epoch {self._state.epoch} has attached")
 
     async def _check_plan(self, plan: StreamPlan) -> None:
         """Raises what the engines have against it; one that is gone has nothing."""
@@ -178,10 +264,8 @@ class Synchronizer:
                 raise answer
 
     async def offer(self, version: int, epoch: int) -> None:
-        """The trainer holds `version` still: engines that have
-        none, or too old ones, may take it.
-        """
-        if epoch == self._state.epoch:
+        """The trainer holds `version` still: engines that have none, or older ones, may take it."""
+        if self._lead.trainer is not None and epoch == self._state.epoch:
             self._state.offer(version)
             await self._tell()
 
@@ -194,15 +278,29 @@ class Synchronizer:
         """
         import ray
 
+        await self.connected(version, epoch)
         if epoch == self._state.epoch:
             mine = await asyncio.to_thread(ray.put, data)
             await self._deposits.put((epoch, version), stream, number, (mine, digest))
 
     async def publish_deposited(self, version: int, epoch: int) -> dict[str, float]:
         """As `publish`, when every rank has deposited its stream of `version`."""
-        location = await self._deposits.complete((epoch, version), self.timeout)
-        assert self._plan is not None
-        return await self.publish(version, epoch, self._plan.digest, location)
+        await self.connected(version, epoch)
+        mark, state = (epoch, version), self._state
+        try:
+            location = await self._deposits.complete(mark, self.timeout)
+        except VersionLost:
+            if state.published is None or state.published < mark:
+                raise
+            # it was published; only the answer is lost, and what ranks had left
+            return rounds.numbers_of([], 0.0, len(state.admitted()))
+        assert self._lead.plan is not None
+        return await self.publish(version, epoch, self._lead.plan.digest, location)
+
+    async def give_up(self, version: int, epoch: int) -> None:
+        """A rank's deposits are lost with a process before this one, and its weights changed."""
+        await self.connected(version, epoch)
+        await self._deposits.give_up((epoch, version))
 
     async def publish(
         self,
@@ -218,21 +316,20 @@ class Synchronizer:
         Raises when none can, when a newer trainer has attached, and TimeoutError naming who was
         waited for.
         """
+        await self.connected(version, epoch)
         state = self._state
         if epoch is not None and epoch != state.epoch:
             raise Superseded(
                 f"version {version} comes from epoch {epoch}, the engines follow epoch "
                 f"{state.epoch}"
             )
-        if self._trainer is None:
-            raise RuntimeError(f"version {version} cannot be published: no trainer is connected")
         mark, began = (state.epoch, version), time.monotonic()
         self.resting = False
         self.reports.clear()
         if location is not None:
-            self._located[mark] = digest, location
+            self._lead.locate(mark, digest, location)
         state.publish(version)
-        self._regroup(lambda: self._rings.settle(state.round if self._is_passed_on() else ()))
+        self._regroup(lambda: self._rings.settle(self._passing()))
         await self._tell()
         with trace.overlapping("round", version=version):
             done = await self._until(
@@ -248,7 +345,7 @@ class Synchronizer:
         if not state.is_over():
             raise Refusal(f"no engine could take version {version}: {self._state.where()}")
         state.conclude()
-        self._located = {other: at for other, at in self._located.items() if other >= mark}
+        self._lead.forget(mark)
         if self.buffer is not None:
             await self.buffer.ask(ExperienceBuffer.published, version, state.epoch)
         await self._tell()
@@ -256,11 +353,23 @@ class Synchronizer:
             self.reports.values(), time.monotonic() - began, len(state.admitted())
         )
 
+    async def connected(self, version: int, epoch: int | None) -> None:
+        """Wait, in a new process, until the trainer has connected again. Raises NotConnected."""
+
+        def is_there() -> bool:
+            return self._lead.trainer is not None and self._state.epoch >= (epoch or 0)
+
+        if not is_there() and self._before:
+            await self._until(is_there, self.timeout)
+        if self._lead.trainer is None:
+            raise NotConnected(f"version {version} cannot be published: no trainer is connected")
+
     async def rest(self) -> dict[str, float]:
         """The trainer takes its turn on the devices: all engines finish what they have been asked,
         and sleep until the next round wakes them. One that cannot is left out, and is to be
         replaced.
         """
+        await self._ready()
         began, self.resting = time.monotonic(), True
         found = await asyncio.gather(
             *(self._put_to_sleep(*each) for each in list(self.handles.items()))
@@ -273,9 +382,8 @@ class Synchronizer:
         }
 
     async def probe(self, request: bytes) -> list[bytes]:
-        """What every admitted engine answers to the same request; one
-        that dies meanwhile has no answer.
-        """
+        """What admitted engines answer to the same request; one that dies has no answer."""
+        await self._ready()
         asked = [self.handles[name].ask(RolloutEngine.generate, request) for name in self._admitted]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, bytes)]
@@ -287,21 +395,21 @@ class Synchronizer:
         None: nothing is saved yet, and engines serve what they were started with. Raises when there
         are saves, but no good one.
         """
-        saves = SavedVersions(
-            root, functools.partial(self._publish_saved, root), patience=self.timeout
-        )
-        served = await saves.first()
-        if served is None:
-            self._state.serve_start()
-            await self._tell()
-        self._tasks["saved versions"] = asyncio.create_task(saves.follow())
-        self._tasks["saved versions"].add_done_callback(self._settle)
-        return served
+        await self._ready()
+        async with self._following:
+            if self._saves is None:
+                publish = functools.partial(self._publish_saved, root)
+                saves = SavedVersions(root, publish, patience=self.timeout)
+                if await saves.first() is None and self._state.published is None:
+                    self._state.serve_start()
+                    await self._tell()
+                self._saves = saves
+                self._task("saved versions", saves.follow())
+        served = self._state.published
+        return None if served in (None, START) else served[1]
 
     async def wait_for(self, version: int, timeout: float | None = None) -> int:
-        """Return the published version once it is at least `version`;
-        TimeoutError after `timeout` seconds.
-        """
+        """Return the published version once it is at least `version`; or TimeoutError."""
 
         def is_there() -> bool:
             return self._state.published is not None and self._state.published[1] >= version
@@ -330,7 +438,11 @@ class Synchronizer:
         """Every save comes as a trainer of its own: of two the newer
         one counts, whatever versions they are.
         """
-        await self.attach(self._state.epoch + 1, rounds.CHECKPOINT)
+        epoch, newest = self._state.epoch + 1, self._newest
+        # of a process before this one: the very same version is known by its digest
+        if newest.mark and newest.mark >= (epoch, saved.version) and newest.digest != saved.digest:
+            epoch = newest.mark[0] + 1
+        await self.attach(epoch, rounds.CHECKPOINT)
         location = InSave(root=root, path=saved.path)
         await self.publish(saved.version, None, saved.digest, location)
 
@@ -349,7 +461,8 @@ class Synchronizer:
                 if step == "connect":
                     self._state.connect(name)
                     self._connected_in[name] = self._rings.generation
-                    await engine.ask(RolloutEngine.init_weights, self._info(name))
+                    info = self._lead.info(name, self._rings.seats(name, self._offers))
+                    await engine.ask(RolloutEngine.init_weights, info)
                     self._state.connected(name, epoch)
                 else:
                     await self._take(name, engine)
@@ -362,7 +475,7 @@ class Synchronizer:
     async def _take(self, name: str, engine: EngineHandle) -> None:
         state = self._state
         mark = state.begin(name)
-        coming = self._round(mark)
+        coming = self._lead.round(mark)
         await self._tell()
         with trace.overlapping(f"{name} receives", version=mark[1]):
             staged: Received = await engine.ask(RolloutEngine.stage, coming)
@@ -382,12 +495,9 @@ class Synchronizer:
         if self.resting:  # the others went to sleep meanwhile
             await self._put_to_sleep(name, engine)
 
-    def _is_passed_on(self) -> bool:
-        """Whether engines pass on to each other what they take: from streams into staging memory,
-        which stays.
-        """
-        trainer = self._trainer
-        return trainer is not None and trainer.method == rounds.STREAM and not self.direct
+    def _passing(self) -> Collection[str]:
+        """Engines that pass on to each other what the round brings."""
+        return self._state.round if self._lead.is_passed_on() else ()
 
     def _regroup(self, change: Callable[[], object]) -> None:
         """Change the rings; engines that are in others now connect anew, and no longer wait for
@@ -401,27 +511,6 @@ class Synchronizer:
         for name, (_, _, kind) in self._rings.shapes.items():
             if kind == rounds.PACKED and name in self.handles:
                 self.handles[name].ask(RolloutEngine.disband, generation)
-
-    def _info(self, name: str) -> TrainerInfo:
-        """The trainer, as this engine is to take its weights."""
-        assert self._trainer is not None
-        seats = self._rings.seats(name, self._offers)
-        alone = self._is_passed_on() and not seats
-        return replace(self._trainer, engine=name, seats=seats, alone=alone)
-
-    def _round(self, mark: Mark) -> Round:
-        trainer = self._trainer
-        assert trainer is not None
-        streamed = self._plan.digest if self._plan else ""
-        digest, location = self._located.get(mark, (streamed, None))
-        return Round(
-            version=mark[1],
-            epoch=mark[0],
-            digest=digest,
-            timeout=trainer.timeout,
-            direct=self.direct,
-            location=location,
-        )
 
     async def _put_to_sleep(self, name: str, engine: EngineHandle) -> dict[str, float] | None:
         try:
@@ -437,7 +526,7 @@ class Synchronizer:
             )
             if not isinstance(error, RayActorError):  # of a death the supervisor knows
                 self.lost.append((name, why))
-            await self.leave(name, why)
+            await self._leave(name, why)
             return None
 
     def _judge(self, name: str, epoch: int, error: Exception) -> None:
@@ -466,7 +555,7 @@ class Synchronizer:
         for name in [name for name in self._state.round if name in self.handles]:
             self.handles[name].ask(RolloutEngine.dump_stacks)
             self.lost.append((name, late))
-            await self.leave(name, late)
+            await self._leave(name, late)
         if not self._state.is_over():
             raise TimeoutError(late)
 
@@ -477,6 +566,9 @@ class Synchronizer:
             self._admitted, self._generation = admitted, self._generation + 1
         async with self._changed:
             self._changed.notify_all()
+
+    async def _ready(self) -> None:
+        await self._told.wait()
 
     async def _until(self, ready: Callable[[], bool], timeout: float | None) -> bool:
         """Wait until `ready()`; False when the time is over.
@@ -498,15 +590,7 @@ class Synchronizer:
 SynchronizerHandle = ActorHandle[Synchronizer]
 
 
-def shape_of(offers: Sequence[WorkerOffer]) -> Shape | None:
-    """Of an engine; None where it cannot be in a ring."""
-    shapes = {(*offer.shape, offer.kind) for offer in offers}
-    return shapes.pop() if len(shapes) == 1 else None
-
-
-def reason(error: BaseException | None) -> str:
-    """What happened, in one line: of an error that came through
-    Ray, what the remote method raised.
-    """
-    inner = getattr(error, "cause", None) or error
-    return (str(inner).splitlines() or [type(inner).__name__])[0]
+async def _met(handle: EngineHandle) -> tuple[Holding, list[WorkerOffer]]:
+    async with asyncio.timeout(MEET_S):
+        holding = await handle.ask(RolloutEngine.holding)
+        return holding, await handle.ask(RolloutEngine.worker_offers)

@@ -27,8 +27,10 @@ TABLE = """
 run/actors.py
 Actors._begin | explorer opens | `REPLY_S` | the explorer failed
 Actors._get | a part starts | `START_S` | that part failed
-Actors._watch | an actor's end | none: it is the wait for its death | the run ends; stopped: \
-`STOPPED_S`
+Actors._again | what died is back | `START_S` | that part failed
+Actors._tell | the explorer loads and opens | `START_S`, `REPLY_S` | the explorer failed
+Actors._watch | an actor's end | none: it is the wait for its death | it comes back, or the run \
+ends; stopped: `STOPPED_S`
 Actors.close | actors and threads end | a third of `shutdown_grace_s` each | killed
 run/cluster.py
 hold_rank_cards | GPUs of the ranks in Ray | `HOLD_S` | the start is refused
@@ -36,14 +38,13 @@ run/control_socket.py
 ControlSocket._serve | whoever asks `rft engines` | none: a thread of its own | nothing waits for it
 ControlSocket.close | its thread | what is left of the grace | left behind, a daemon
 run/fleet.py
-EngineFleet._follow | a change of the members | none: until the synchronizer ends | the run ends
-EngineFleet._replace | an engine that fails again | none: until the synchronizer ends | same
+EngineFleet._ask | the synchronizer | the caller's; none for its news | dead: asked again every \
+`AGAIN_S` until it is back or the run ends
 EngineFleet._retire | an engine's orderly end | `ENDING_S` | killed with all of its processes
 EngineFleet._serve | an engine starts, then ends | `START_S`, then none | started again; \
 stopped: `STOPPED_S`
 EngineFleet._take_out | requests of a removed engine | `max_timeout` and `REPLY_S` | they run \
 again elsewhere
-EngineFleet._tell | the synchronizer hears | `REPLY_S` | that engine's thread says so
 EngineFleet.await_started | all engines start | `START_S` and `REPLY_S` | the run ends
 EngineFleet.describe | an engine's numbers | `STATS_S` | left out
 run/launch.py
@@ -74,12 +75,12 @@ run/warden.py
 Warden.end | the killed warden | the kernel | -
 main | what a killed supervisor left | `ENDS_S` | killed
 trainer/control.py
-Evaluations._collect | an evaluation | `max_timeout` and `REPLY_S` | rank 0 fails
-Evaluations.at_startup | the explorer begins | `REPLY_S` | rank 0 fails
+Evaluations._collect | an evaluation | `max_timeout` and `RETURN_S` | rank 0 fails
+Evaluations.at_startup | the explorer begins, or comes back | `RETURN_S` | rank 0 fails
 PoolNumbers.metrics | the explorer's numbers | 0: only if they are there | the last ones count
-QueueSource._call | the buffer | `REPLY_S`; a batch: `max_read_timeout` and `READ_MARGIN_S` | \
-rank 0 fails
-await_engines | all parts serve | `START_S`, then `REPLY_S` | rank 0 fails
+QueueSource._call | the buffer, which may come back | `RETURN_S`; a batch: `max_read_timeout` and \
+`READ_MARGIN_S` | rank 0 fails
+await_engines | all parts serve | `START_S`, then `RETURN_S` | rank 0 fails
 trainer/trainer.py
 Trainer._evaluate | engines have the version | `sync_timeout` and `REPLY_S` | the rank fails
 Trainer._await_save | the last save | twice `agent_deadline_s` | once more, then the rank fails
@@ -106,6 +107,10 @@ explorer failed
 Explorer._launch | a free runner | none: tasks end within `max_timeout` | -
 Explorer._make | room in the pipeline | none: groups in it have limits of their own | -
 Explorer._next | a selector's lessons | none: tasks end within `max_timeout` | -
+Explorer.base_url | its own start | none: whoever asks has `REPLY_S` | the run ends
+Explorer.evaluate | its own start | none: whoever asks has `RETURN_S` | rank 0 fails
+Explorer.explore | its own start | none: whoever asks has `RETURN_S` | rank 0 fails
+Explorer.finished | its own start | none: its supervisor has `START_S` for it | the run ends
 Explorer._readmit | a held explorer goes on | none: until its trainer says so | the trainer's end
 Explorer.opened | all parts serve | none: whoever asks has `START_S` | rank 0 fails
 rollout/pool.py
@@ -145,11 +150,16 @@ sync/origins.py
 CheckpointOrigin.outcome | the save is committed | `deadline_s` | the ranks fail
 DepositThread.wait | the thread that reads weights | `sync_timeout` | the ranks fail
 MemoryOrigin._leave | Ray's object store | `sync_timeout` | the ranks fail
+MemoryOrigin._await_lead | rank 0 connects again | `sync_timeout` and `REPLY_S` | the round \
+fails, and the ranks
+MemoryOrigin.renew | the thread that reads weights | `sync_timeout` | the round fails
 MemoryOrigin.release | the thread that reads weights | `sync_timeout` | the ranks fail
 sync/passing.py
 Passing.run | its feeder | none: the feeder's messages have `sync_timeout` | -
 sync/publisher.py
 Origin.answer | the synchronizer | `sync_timeout` and `REPLY_S` | the ranks fail
+Origin.lead.again | the same, as it begins anew | `sync_timeout` and `REPLY_S` | the round fails, \
+and the ranks
 Probe._ask | an engine answers the probe | `ANSWER_S` | rank 0 fails
 Publisher.release | the round, where weights are read as they are | `sync_timeout` | the ranks fail
 Publisher.rest | the round before engines sleep | `sync_timeout` | the ranks fail
@@ -167,10 +177,13 @@ WeightSender._admit | the plan | `sync_timeout` | the worker is refused
 sync/stored_versions.py
 Deposits.complete | all buckets are in the store | `sync_timeout` | the round failed
 sync/synchronizer.py
+_met | an engine says what it holds | `MEET_S` | started again
+Synchronizer._published | the buffer | none: its callers' | the supervisor sees to the buffer
 Synchronizer._keep_up | an engine connects | none: rank 0's `sync_timeout` and `REPLY_S` | the \
 round failed
 Synchronizer._put_to_sleep | an engine sleeps | `sync_timeout` | taken out, started again
 Synchronizer._take | an engine's part of a round | none: rank 0's `sync_timeout` | the round failed
+Synchronizer._ready | a new process hears who lives | none: its callers' | the supervisor tells it
 Synchronizer._until | a change of the members | the caller's; none for who follows | -
 Synchronizer.join | an engine's workers | none: `REPLY_S` of the fleet | that engine's thread
 Synchronizer.publish | the buffer hears of it | none: rank 0's `sync_timeout` and `REPLY_S` | the \

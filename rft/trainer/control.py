@@ -4,7 +4,8 @@ actor.
 In: Ray actor handles, found by name in the run's namespace. Out: plain blocking calls for the
 training loop. Other ranks, and runs without an explorer, hold the same objects without handles, on
 which every call does nothing. Every wait has a deadline, and `stop`, from any thread, ends those
-that can be long; an actor that dies raises here, and the supervisor names it.
+that can be long. An actor that dies is started again, and asked again what it was asked
+(`rft.run.actors`); one that does not come back raises here, and the supervisor names it.
 """
 
 import contextlib
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 
 START_S = 900.0  # an engine may have to read a large model from a slow disk
 REPLY_S = 60.0  # an actor that is alive answers bookkeeping calls within milliseconds
+# the same of one that may die and come back meanwhile: Ray asks the new process
+RETURN_S = 300.0
 # the buffer's own max_read_timeout ends a take; this is only in case it cannot
-READ_MARGIN_S = 60.0
+READ_MARGIN_S = RETURN_S
 ONCE = "experience_pipeline/"  # numbers that only one step tells
 
 
@@ -61,10 +64,10 @@ def cause(error: BaseException) -> str:
     """In one line what went wrong: of an error that came through Ray, what the remote method raised
     or how its process ended.
     """
-    from ray.exceptions import ActorDiedError, RayTaskError
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-    if isinstance(error, ActorDiedError):
-        created = not error.actor_init_failed
+    if isinstance(error, ActorDiedError | ActorUnavailableError):
+        created = isinstance(error, ActorUnavailableError) or not error.actor_init_failed
         return "its process died (killed, or out of memory)" if created else _lines(error)[-1]
     if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         return cause(error.cause)
@@ -132,7 +135,7 @@ class QueueSource:
     def retain(self, loop: dict[str, Any]) -> None:
         self._call(ExperienceBuffer.retain, loop["journal"], loop["step"])
 
-    def _call(self, method: Callable[..., Any], *arguments: Any, timeout: float = REPLY_S) -> Any:
+    def _call(self, method: Callable[..., Any], *arguments: Any, timeout: float = RETURN_S) -> Any:
         import ray
 
         return ray.get(self.buffer.ask(method, *arguments), timeout=timeout)
@@ -153,7 +156,7 @@ def await_engines(explorer: "ExplorerHandle | None", hold: bool = False) -> None
 
     ray.get(explorer.ask(Explorer.opened), timeout=START_S)
     if hold:
-        ray.get(explorer.ask(Explorer.hold), timeout=REPLY_S)
+        ray.get(explorer.ask(Explorer.hold), timeout=RETURN_S)
 
 
 class PoolNumbers:
@@ -240,7 +243,7 @@ class Evaluations:
         if due and version not in self.reported and not self.stopped:
             self._start(version)
             self._collect(wait=True)
-        ray.get(self.explorer.ask(Explorer.explore), timeout=REPLY_S)
+        ray.get(self.explorer.ask(Explorer.explore), timeout=RETURN_S)
 
     def if_due(self, version: int) -> None:
         if self.explorer is not None and self.is_due(version):
@@ -274,7 +277,7 @@ class Evaluations:
             if not wait and not ray.wait([self.pending[0]], timeout=0)[0]:
                 return
             try:
-                results = ray.get(self.pending[0], timeout=self.config.max_timeout + REPLY_S)
+                results = ray.get(self.pending[0], timeout=self.config.max_timeout + RETURN_S)
             except ray.exceptions.TaskCancelledError:
                 if not self.stopped:
                     raise

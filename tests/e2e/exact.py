@@ -30,6 +30,7 @@ OWN = (
     "tokens_per_s",
     "sample/replayed",
 )
+DETECTED_S = 5.0  # a death is said
 RANK, EVERYTHING = "rank", "everything"
 
 
@@ -99,6 +100,32 @@ def kill_rank(run: Run, killed: Iterable[psutil.Process] = ()) -> set[psutil.Pro
                 return {*killed, process}
         assert time.monotonic() < deadline, "no rank was started again"
         psutil.wait_procs(family, timeout=0.1)
+
+
+def run_healing(arguments: list[str], kills: list[tuple[int, str]]) -> list[str]:
+    """Run to a good end by itself, though when each of these steps was told the actor of that name
+    is killed; returns what was said of it. Each death is said within DETECTED_S, and each actor is
+    another process before the next one is killed.
+    """
+    budget = f"cluster.max_restarts={len(kills)}"
+    with train(*arguments, budget) as run:
+        said = []
+        for step, actor in kills:
+            run.wait_step(step)
+            killed = run.find(f"ray::{actor}")
+            killed.kill()
+            said.append(run.wait_for("it comes back", DETECTED_S).string)
+            await_process(run, f"ray::{actor}", killed)
+        assert (run.end(), run.errors()) == (0, "")
+    return said
+
+
+def await_process(run: Run, title: str, killed: psutil.Process) -> None:
+    """Until another process than the one that was killed has this title."""
+    deadline = time.monotonic() + START_S
+    while not set(run.find_all(title)) - {killed}:
+        assert run.process.poll() is None and time.monotonic() < deadline, f"no {title} came back"
+        psutil.wait_procs(run.family(), timeout=0.1)
 
 
 def await_file(run: Run, path: Path) -> None:

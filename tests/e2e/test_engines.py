@@ -97,10 +97,15 @@ class Synchronizer:
             await self.changed.wait_for(lambda: self.generation != seen)
             return self.generation, dict(self.admitted)
 
-    async def failures(self, seen: int) -> list[tuple[str, str]]:
+    async def failures(self, seen: int) -> tuple[int, list[tuple[str, str]]]:
         async with self.changed:
             await self.changed.wait_for(lambda: len(self.lost) > seen)
-            return self.lost
+            return len(self.lost), self.lost[seen:]
+
+    async def recover(self, engines: dict[str, Any]) -> None:
+        new = {name: handle for name, handle in engines.items() if name not in self.admitted}
+        if new:
+            await self._set(("recover", *sorted(new)), {**self.admitted, **new})
 
     async def give_up_on(self, name: str, cause: str) -> None:
         self.lost.append((name, cause))

@@ -89,8 +89,8 @@ def check_failed(run: Run, expected: int, *words: str) -> None:
 def test_part_killed(
     command: list[str], job: Path, title: str, code: int, words: tuple[str, ...]
 ) -> None:
-    budgets = ("explorer.rollout_model.max_restarts=0", "trainer.max_restarts=0")
-    with Attempt([*command, *budgets], job) as run:
+    parts = ("explorer.rollout_model", "trainer", "cluster")
+    with Attempt([*command, *(f"{part}.max_restarts=0" for part in parts)], job) as run:
         run.find(title).kill()
         check_failed(run, code, *words)
 

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from exact import assert_same, await_file, curve, deterministic, kill_rank, run_whole
+from exact import (
+    assert_same,
+    await_file,
+    curve,
+    deterministic,
+    kill_rank,
+    run_healing,
+    run_whole,
+)
 
 from runs import REPOSITORY, checkpoints, step_rows, train, write_assets
 
@@ -99,3 +107,14 @@ def test_killed_and_continued_it_is_the_same_run(
         kill_rank(run, killed)
         assert (run.end(), run.errors()) == (0, "")
     assert_same(job, reference, STEPS)
+
+
+def test_buffer_explorer_and_synchronizer_come_back_into_the_same_run(
+    root: Path, reference: Path, settings: list[str]
+) -> None:
+    kills = [(1, "ExperienceBuffer"), (2, "Explorer"), (4, "Synchronizer"), (5, "ExperienceBuffer")]
+    said = run_healing(deterministic(root, "healed", root / "assets", *settings), kills)
+    parts = ["buffer", "explorer", "synchronizer", "buffer"]
+    assert [line.split(":")[0] for line in said] == parts, said
+    assert "its process died" in said[0] and "(2 of 4 within the hour)" in said[3], said
+    assert_same(root / "rft" / "healed", reference, STEPS)

@@ -1,13 +1,18 @@
 """How new weights reach a real vLLM engine while it decodes, and what happens when they do not."""
 
 import dataclasses
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
+from fault_world import HERE, actor
 from miniature import TOLERANCE, Trainer, answer, ask, assert_sampled_from, reference_logprobs
+from mortal import Doom, MortalSynchronizer
 from msgspec.structs import replace
 
 from bench.host_card import HostCard
@@ -372,3 +377,156 @@ def test_a_directory_of_weights_is_loaded_as_a_version(
     with pytest.raises(RuntimeError, match="holds no"):
         ray.get(first_weights.load_weights_from.remote(str(model_dirs[1] / "nothing"), 31))
     assert ray.get(first_weights.weight_version.remote()) == 30
+
+
+# --- a synchronizer that dies ---------------------------------------------------------------------
+
+
+class KnowingBuffer:
+    """What the synchronizer asks the buffer, and `told`: what it was told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []  # (run epoch, version)
+
+    async def published(self, version: int, run_epoch: int) -> None:
+        self.told.append((run_epoch, version))
+
+    async def stats(self) -> dict[str, Any]:
+        epoch, version = self.told[-1] if self.told else (0, None)
+        return {"published": version, "run_epoch": epoch}
+
+    async def heard(self) -> list[tuple[int, int]]:
+        return self.told
+
+
+class Supervised:
+    """A synchronizer that Ray starts again, and what the supervisor does then."""
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+        settings = {"max_concurrency": 1000, "num_cpus": 0.01}
+        variables = {"PYTHONPATH": HERE}
+        self.buffer = actor(KnowingBuffer).remote()
+        again = {"max_restarts": -1, "max_task_retries": -1, "runtime_env": {"env_vars": variables}}
+        mortal = ray.remote(MortalSynchronizer).options(**settings, **again)
+        self.actor = mortal.remote(ActorHandle(self.buffer), 60.0)
+        self.get(self.actor.join.remote("engine_0", ActorHandle(engine)))
+        self.watch()
+
+    def get(self, reference: Any) -> Any:
+        return ray.get(reference, timeout=120)
+
+    def watch(self) -> None:
+        self.end = self.actor.watch.options(max_task_retries=0).remote()
+
+    def doom(self, point: str) -> None:
+        self.get(self.actor.die_at.remote(Doom(point)))
+
+    def kill(self) -> None:
+        os.kill(self.get(self.actor.pid.remote()), signal.SIGKILL)
+
+    def heal(self) -> None:
+        """Returns when it has died and is back."""
+        assert ray.wait([self.end], timeout=60)[0], "it lives on"
+        self.watch()
+        self.get(self.actor.recover.remote({"engine_0": ActorHandle(self.engine)}))
+
+    def members(self, seen: int = -1) -> tuple[int, dict[str, Any]]:
+        return self.get(self.actor.members.remote(seen))
+
+    def close(self) -> None:
+        self.get(self.actor.leave.remote("engine_0", "the end of the test"))
+        for handle in (self.actor, self.buffer):
+            ray.kill(handle)
+
+
+@pytest.fixture
+def supervised(first_weights: Any) -> Iterator[Supervised]:
+    made = Supervised(first_weights)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        ("after begin", "after staged"),
+        pytest.param(
+            ("before publish", "before conclude", "after conclude"), marks=pytest.mark.verify
+        ),
+    ],
+    ids=["staging and committing", "before and behind"],
+)
+def test_a_synchronizer_that_dies_in_any_round_comes_back_and_the_round_goes_on(
+    first_weights: Any,
+    supervised: Supervised,
+    model_dirs: tuple[Path, Path],
+    points: tuple[str, ...],
+) -> None:
+    supervised.kill()  # before anybody was here
+    supervised.heal()
+    generation, members = supervised.members()
+    assert members == {} and generation > 1
+    trainer = Trainer(supervised.actor, model_dirs[1]).connect()
+    epoch = trainer.publishers[0].origin.epoch  # type: ignore[union-attr]
+    trainer.start(1)
+    trainer.wait()
+    # between two rounds: nobody waits for the trainer
+    before, _ = supervised.members(generation)
+    asked = supervised.actor.members.remote(before)
+    supervised.kill()
+    supervised.heal()
+    after, members = supervised.get(asked)
+    assert after not in (generation, before) and list(members) == ["engine_0"]
+    # an engine that comes again gets what is offered, though nothing is published here
+    trainer.start_offered(2)
+    supervised.get(supervised.actor.leave.remote("engine_0", "test"))
+    ray.get(first_weights.load_weights_from.remote(str(model_dirs[0]), 0))
+    supervised.get(supervised.actor.join.remote("engine_0", ActorHandle(first_weights)))
+    members = {}
+    while not members:
+        after, members = supervised.members(after)
+    assert ray.get(first_weights.weight_version.remote()) == 2
+    for version, point in enumerate(points, 3):
+        supervised.doom(point)
+        trainer.start(version)
+        supervised.heal()
+        assert list(supervised.members()[1]) == ["engine_0"], point
+        assert trainer.wait()["sync/engines"] == 1, point
+        assert ray.get(first_weights.weight_version.remote()) == version
+    told = supervised.get(supervised.buffer.heard.remote())
+    assert told == sorted(told) and set(told) == {(epoch, v) for v in (1, *range(3, version + 1))}
+    assert_sampled_from(model_dirs[1], answer(ask(first_weights, max_tokens=20, seed=1))[0], 1.0)
+
+
+def by_memory(trainer: Trainer, synchronizer: Any) -> Trainer:
+    """The same two ranks, which leave their weights in the object store."""
+    for publisher in trainer.publishers:
+        old = publisher.origin
+        publisher.origin = origins.MemoryOrigin(
+            old.mesh, old.source, ActorHandle(synchronizer), old.config, old.epoch
+        )
+    return trainer.connect()
+
+
+def test_what_was_left_with_a_synchronizer_that_died_is_left_again_or_given_up(
+    first_weights: Any, supervised: Supervised, model_dirs: tuple[Path, Path]
+) -> None:
+    trainer = by_memory(Trainer(supervised.actor, model_dirs[1]), supervised.actor)
+    supervised.doom("after begin")
+    trainer.start(1)
+    supervised.heal()
+    trainer.everywhere(lambda publisher: publisher.wait())  # the weights are the same
+    assert ray.get(first_weights.weight_version.remote()) == 1
+    supervised.doom("after begin")
+    trainer.start(2)
+    trainer.everywhere(lambda publisher: publisher.release())  # now they may change
+    supervised.heal()
+    trainer.start_offered(3)
+    assert [publisher.last["sync/lost"] for publisher in trainer.publishers] == [1.0, 1.0]
+    trainer.everywhere(lambda publisher: publisher.wait())
+    assert ray.get(first_weights.weight_version.remote()) == 3
+    assert [publisher.version for publisher in trainer.publishers] == [3, 3]
+    versions = [version for _, version in supervised.get(supervised.buffer.heard.remote())]
+    assert versions == [1, 3]
+    assert_sampled_from(model_dirs[1], answer(ask(first_weights, max_tokens=20, seed=1))[0], 1.0)

@@ -5,10 +5,11 @@ product's order of calls.
     Run(seed).check()      raises what went wrong, with the seed, and `trace` tells how
 
 Faults, drawn from the seed: a part dies by itself, the machine loses its power, a partition.
-A trainer that died comes back alone; another part's death ends all, and the supervisor
-starts the run again. What must hold, whatever happens: the run reaches its end; what was
-acknowledged is there; a step that comes again has the same batch; no group is in two steps; none is
-trained later than `max_staleness` allows; every task is given out once.
+A trainer that died comes back alone, and so do, in half of all runs, explorer and buffer: calls
+that were under way come again, at least once, in any order. In the others their death ends all, and
+the supervisor starts the run again. What must hold, whatever happens: the run reaches its end; what
+was acknowledged is there; a step that comes again has the same batch; no group is in two steps;
+none is trained later than `max_staleness` allows; every task is given out once.
 """
 
 import asyncio
@@ -108,6 +109,7 @@ class Run:
     saved: list[Saved] = field(default_factory=list)  # durable
     served: int = 0  # by the engines
     reached: int = 0
+    lost_power: bool = False
 
     def __post_init__(self) -> None:
         self.world = World(self.seed)
@@ -121,6 +123,8 @@ class Run:
         self.staleness = staleness
         self.failing = chance.choice((0.0, 0.0, 0.1))
         self.save_interval = chance.choice((1, 1, 2))
+        self.lives = itertools.count(1)
+        self.heals = chance.random() < 0.5
         self.epochs = itertools.count(1)
         self.faults = [self._fault() for _ in range(chance.choice((0, 1, 2, 3)))]
 
@@ -154,8 +158,33 @@ class Run:
     async def _attempt(self) -> bool:
         """All parts, from their start to the end of one of them; whether the run is complete."""
         self.dead: asyncio.Queue[tuple[str, BaseException | None]] = asyncio.Queue()
-        buffer, explorer = self.world.start("buffer"), self.world.start("explorer")
+        self.life = f"attempt {next(self.lives)}"
+        self.world.returning = {"buffer", "explorer"} if self.heals else set()
         self.world.told("the run starts")
+        self._start_buffer()
+        self._start_explorer()
+        self._trainer()
+        while True:
+            who, error = await self.dead.get()
+            self.world.told(f"{who} ended: {error!r}")
+            if error is not None and not isinstance(error, DEATHS):
+                raise error
+            if who == "trainer" and self.reached >= STEPS:
+                await self._close()
+                return True
+            if self.lost_power or (who != "trainer" and not self.heals):
+                self.lost_power = False
+                await self._close()
+                return False
+            self.world.processes[who].kill()
+            await asyncio.sleep(0.5)
+            if self.lost_power:
+                continue
+            again = {"buffer": self._start_buffer, "explorer": self._start_explorer}
+            again.get(who, self._trainer)()
+
+    def _start_buffer(self) -> None:
+        buffer = self.world.start("buffer")
         buffer.part = ExperienceBuffer(
             ExperienceBufferConfig(name="b", max_read_timeout=3600.0),
             "/journal",
@@ -166,26 +195,16 @@ class Run:
             segment_bytes=1500,
             clock=self.world.loop.time,
             files=buffer.files,
+            life=self.life,
         )
         self._compare(buffer.part)
-        made = self._explorer(explorer)
         self._watch(buffer, buffer.part.watch)
+
+    def _start_explorer(self) -> None:
+        explorer = self.world.start("explorer")
+        made = self._explorer(explorer)
+        explorer.spawn(made.resume())
         self._watch(explorer, lambda: _watched(made))
-        self._trainer()
-        while True:
-            who, error = await self.dead.get()
-            self.world.told(f"{who} ended: {error!r}")
-            if error is not None and not isinstance(error, DEATHS):
-                raise error
-            if who == "trainer" and self.reached >= STEPS:
-                await self._close()
-                return True
-            if who != "trainer":
-                await self._close()
-                return False
-            self.world.processes["trainer"].kill()
-            await asyncio.sleep(0.5)
-            self._trainer()
 
     def _explorer(self, process: Process) -> Explorer:
         engines = {"engine_0": None}
@@ -242,6 +261,7 @@ class Run:
                 for name in PARTS:
                     self.world.processes[name].kill()
                 self.world.medium.lose_power(self.chance)
+                self.lost_power = True
             else:
                 ends = frozenset(self.chance.sample(PARTS, 2))
                 self.world.held_until[ends] = self.world.loop.now + self.chance.uniform(1, 60)

@@ -120,6 +120,7 @@ class World:
         self.loop = SimulatedLoop(self.chance)
         self.medium = Medium()
         self.processes: dict[str, Process] = {}
+        self.returning: set[str] = set()  # are started again, and asked again
         self.held_until: dict[frozenset[str], float] = {}  # partitions
         self.trace: list[str] = []
 
@@ -142,17 +143,23 @@ class World:
         self, caller: Process, name: str, method: str, arguments: Any, named: Any
     ) -> Any:
         given = pickle.dumps((arguments, named))
-        await asyncio.sleep(self.delay(caller.name, name))
-        target = self.processes.get(name)
-        if target is None or not target.alive or target.part is None:
-            raise PartGone(name)
-        arguments, named = pickle.loads(given)
-        work = target.spawn(getattr(target.part, method)(*arguments, **named))
-        await asyncio.wait([work])
-        await asyncio.sleep(self.delay(caller.name, name))
-        if work.cancelled():
-            raise PartGone(name)
-        return pickle.loads(pickle.dumps(work.result()))
+        while True:
+            await asyncio.sleep(self.delay(caller.name, name))
+            target = self.processes.get(name)
+            if target is None or not target.alive or target.part is None:
+                if name not in self.returning:
+                    raise PartGone(name)
+                continue
+            arguments, named = pickle.loads(given)
+            work = target.spawn(getattr(target.part, method)(*arguments, **named))
+            await asyncio.wait([work])
+            await asyncio.sleep(self.delay(caller.name, name))
+            # as Ray does: an answer is lost that was on its way when the process died
+            if name in self.returning and not target.alive:
+                continue
+            if work.cancelled():
+                raise PartGone(name)
+            return pickle.loads(pickle.dumps(work.result()))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         asyncio.set_event_loop(self.loop)

@@ -173,6 +173,7 @@ NO_DEVICE = {
     "sync/communicator.py _run": "the guard polls wires",
     "sync/connection.py _listen": "accepts connections",
     "sync/connection.py _handshake": "its last call is `WeightSender._serve`, which enters",
+    "sync/publisher.py _renew": "asks the synchronizer",
     "checkpoint/link.py _watchdog": "looks at the agent's process",
     "checkpoint/link.py _listen": "reads what the agent reports",
     "checkpoint/wire.py _run": "sends messages that are encoded",

@@ -193,7 +193,7 @@ def test_every_mode_starts_its_parts_and_no_others(
             asked.append(method.__name__)
 
     class Alone(actors.Actors):
-        def _create(self, spec: ActorSpec[Any]) -> Any:
+        def _create(self, spec: ActorSpec[Any], returns: bool = False) -> Any:
             started.append(spec.part)
             return Handle()
 

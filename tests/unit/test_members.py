@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rft.sync.members import COMMITTING, CONNECTING, GONE, IDLE, PATIENCE, STAGING, Mark, Members
+from rft.sync.members import (
+    COMMITTING,
+    CONNECTING,
+    GONE,
+    IDLE,
+    PATIENCE,
+    STAGING,
+    START,
+    Mark,
+    Members,
+)
 
 
 class World:
@@ -25,6 +35,12 @@ class World:
         self.real: dict[str, Mark | None] = {}  # what an engine's memory holds; None: nothing whole
         self.joins = dict.fromkeys(engines, 0)
         self.fresh: set[str] = set()  # engines that connected since the groups changed last
+        self.lives = 1  # of the machine that there may be yet
+        self.is_new = False  # this is another one than the first
+        self.led = -1  # the newest trainer
+        self.asked = -1  # the newest version that it has told of
+        # what the buffer has heard is published, which explorers and trainer count on
+        self.heard: Mark | None = None
 
     def copy(self) -> "World":
         world, state = World(self.engines, self.versions, self.epochs), self.members
@@ -32,7 +48,8 @@ class World:
             state, all={n: replace(m) for n, m in state.all.items()}, round=set(state.round)
         )
         world.calls, world.real, world.joins = dict(self.calls), dict(self.real), dict(self.joins)
-        world.fresh = set(self.fresh)
+        world.fresh, world.lives, world.is_new = set(self.fresh), self.lives, self.is_new
+        world.led, world.asked, world.heard = self.led, self.asked, self.heard
         return world
 
     def key(self) -> tuple:
@@ -48,6 +65,7 @@ class World:
             tuple(sorted(self.real.items())),
             tuple(self.joins.values()),
             tuple(sorted(self.fresh)),
+            (self.lives, self.is_new, self.led, self.asked, self.heard),
         )
 
 
@@ -55,16 +73,16 @@ def moves(world: World) -> Iterator[tuple[str, ...]]:
     """Everything that can happen next, whoever does it."""
     state = world.members
     for epoch in world.epochs:
-        if epoch == state.epoch + 1:
+        if epoch > state.epoch and epoch in (world.led, world.led + 1):
             yield "trainer", epoch
-    if state.epoch >= 0:
+    if state.epoch == world.led >= 0:
         concluded = state.target is not None and state.published == state.target
         if state.target is None or concluded or state.is_hopeless():
-            newest = state.offered[1] if state.offered else -1
+            newest = state.offered[1] if state.offered else world.asked - 1
             for version in world.versions:
                 if version > newest:
                     yield "publish", version
-                    if state.target is not None:
+                    if state.target is not None or (world.is_new and world.asked >= 0):
                         yield "offer", version
         if state.is_over() and not concluded:
             yield ("conclude",)
@@ -91,6 +109,11 @@ def moves(world: World) -> Iterator[tuple[str, ...]]:
                 yield from (("committed", name), ("damaged", name), ("broken", name))
         elif alive and state.next_step(name) in ("connect", "take"):
             yield "act", name
+    if world.lives and state.epoch >= 0:
+        # an installation under way ends, in one of these ways, before its engine is heard
+        for end in ("committed", "damaged", "broken"):
+            for told in (True, False):
+                yield "recover", end, told
     if world.engines[1:] and any(m.connected is not None for m in state.all.values()):
         yield ("regroup",)
 
@@ -101,14 +124,19 @@ def step(world: World, move: tuple) -> None:
     if what == "trainer":
         state.trainer(rest[0])
         world.fresh.clear()
+        world.led, world.asked = rest[0], world.asked if rest[0] == world.led else -1
     elif what in ("publish", "offer"):
         getattr(state, what)(rest[0])
+        world.asked = rest[0]
+    elif what == "recover":
+        recover(world, *rest)
     elif what == "regroup":
         state.regroup()
         world.fresh.clear()
     elif what == "conclude":
         before = state.published
         mark = state.conclude()
+        world.heard = mark
         assert before is None or mark[0] > before[0] or mark[1] >= before[1], (
             "published went back within an epoch"
         )
@@ -135,6 +163,30 @@ def step(world: World, move: tuple) -> None:
             world.calls[name] = ("stage", mark[0], mark)
     else:
         finish(world, what, name)
+
+
+def recover(world: World, end: str, is_told: bool) -> None:
+    """The machine is lost, and with it all calls; a new one asks the engines. `is_told`: what the
+    buffer knows.
+    """
+    for name, (what, _, mark) in world.calls.items():
+        if what == "commit" and end != "broken":
+            world.real[name] = mark if end == "committed" else None
+    alive = list(world.members.alive())
+    held = {name: None if world.real[name] == START else world.real[name] for name in alive}
+    world.members = Members()
+    world.members.recover(held, world.heard if is_told else None)
+    world.members.recover(held, world.heard)  # the call came twice
+    world.calls.clear()
+    world.fresh.clear()
+    world.lives, world.is_new = world.lives - 1, True
+    state = world.members
+    serve = [name for name in alive if held[name] and held[name] >= (world.heard or held[name])]
+    if is_told and world.heard:
+        assert state.admitted() == serve, "one that could serve waits for the trainer"
+    marks = [mark for mark in (world.heard if is_told else None, *held.values()) if mark]
+    with pytest.raises(ValueError, match="cannot connect"):
+        state.trainer(max((epoch for epoch, _ in marks), default=0) - 1)
 
 
 def finish(world: World, what: str, name: str) -> None:
@@ -172,6 +224,9 @@ def check(world: World) -> None:
         assert world.real[name] >= state.published, (
             f"{name} serves older weights than those published"
         )
+        assert world.heard is None or world.real[name] >= world.heard, (
+            f"{name} serves older weights than those that others have been told of"
+        )
     for name, member in state.all.items():
         assert member.held == world.real[name] or member.held is None, (
             f"{name} is believed to hold what it does not"
@@ -190,9 +245,11 @@ def explore(
     versions: tuple[int, ...],
     epochs: tuple[int, ...],
     serve_start: bool = False,
+    lives: int = 1,
 ) -> int:
     """Walk through every state that can be reached; returns how many there are."""
     first = World(engines, versions, epochs)
+    first.lives = lives
     if serve_start:
         first.members.serve_start()
     found, frontier = {first.key()}, [first]
@@ -212,8 +269,9 @@ def test_one_engine_and_two_trainers_in_every_order() -> None:
     assert explore(("a",), (0, 1), (0, 1)) > 1500
 
 
-def test_two_engines_and_one_round_in_every_order() -> None:
-    assert explore(("a", "b"), (0,), (0,)) > 5_000
+@pytest.mark.parametrize("lives", [0, pytest.param(1, marks=pytest.mark.verify)])
+def test_two_engines_and_one_round_in_every_order(lives: int) -> None:
+    assert explore(("a", "b"), (0,), (0,), lives=lives) > 5_000
 
 
 def test_engines_that_serve_what_they_were_started_with_until_there_is_a_version() -> None:
@@ -230,6 +288,23 @@ def test_two_engines_and_three_trainers_on_random_ways(data: st.DataObject) -> N
             break
         step(world, data.draw(st.sampled_from(possible)))
         check(world)
+
+
+def test_a_new_machine_knows_what_the_engines_say_and_no_more() -> None:
+    members = Members()
+    members.recover({"a": (2, 7), "b": (2, 6), "new": None}, None)
+    assert members.admitted() == ["a"], "who knows whether 7 was published?"
+    members.trainer(2)
+    members.offer(7)
+    assert [members.next_step(name) for name in members.all] == ["", "connect", "connect"]
+    members.publish(7)
+    assert members.round == {"b", "new"}, "who holds it already would never confirm it again"
+    take(members, "b")
+    take(members, "new")
+    assert members.is_over() and members.conclude() == (2, 7)
+    told = Members()
+    told.recover({"a": (2, 7), "b": (2, 6), "new": None}, (2, 6))
+    assert told.admitted() == ["a", "b"]
 
 
 def test_an_older_trainer_cannot_come_back() -> None:

@@ -164,7 +164,7 @@ def a_version_of_an_engine_that_is_not_waited_for(patch: pytest.MonkeyPatch) -> 
 
     @wraps(attach)
     async def early(self: ExperienceBuffer, step: int, run_epoch: int) -> dict[str, Any]:
-        self._published = None
+        self._stood.published = None
         return await attach(self, step, run_epoch)
 
     patch.setattr(ExperienceBuffer, "attach_trainer", early)
@@ -202,6 +202,25 @@ def a_version_that_is_told_before_it_is_served(patch: pytest.MonkeyPatch) -> Non
         await published(self, version + 1, run_epoch)
 
     patch.setattr(ExperienceBuffer, "published", early)
+
+
+@planted
+def an_admission_that_comes_again_and_admits_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Progress, "begun", lambda self, explorer, tasks, heard: [])
+
+
+@planted
+def a_buffer_that_comes_back_and_knows_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ExperienceBuffer, "_stand", lambda self: None)
+
+
+@planted
+def an_explorer_that_comes_back_and_waits_for_a_word(patch: pytest.MonkeyPatch) -> None:
+    @wraps(ExperienceBuffer.is_let_go)
+    async def never(self: ExperienceBuffer, explorer: str) -> bool:
+        return False
+
+    patch.setattr(ExperienceBuffer, "is_let_go", never)
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -5,7 +5,7 @@ and at every third.
 from pathlib import Path
 
 import pytest
-from exact import EVERYTHING, RANK, assert_same, deterministic, run_killed, run_whole
+from exact import EVERYTHING, RANK, assert_same, deterministic, run_healing, run_killed, run_whole
 
 from runs import write_assets
 
@@ -41,3 +41,13 @@ def test_killed_after_every_step_it_is_the_same_run(
     settings = [f"trainer.total_steps={STEPS}", f"trainer.save_interval={save_interval}"]
     run_killed(deterministic(root, name, root / "assets", *settings), KILLS)
     assert_same(root / "rft" / name, reference, STEPS)
+
+
+def test_each_actor_killed_at_every_step_it_is_the_same_run(root: Path, reference: Path) -> None:
+    """It ends by itself."""
+    actors = ("ExperienceBuffer", "Explorer", "Synchronizer")
+    kills = [(step, actor) for step in range(1, STEPS) for actor in actors]
+    run_healing(
+        deterministic(root, "healed", root / "assets", f"trainer.total_steps={STEPS}"), kills
+    )
+    assert_same(root / "rft" / "healed", reference, STEPS)

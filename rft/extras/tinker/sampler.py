@@ -24,6 +24,7 @@ from rft.ground.rounds import (
     BROKEN,
     UNREACHABLE,
     AtPath,
+    Holding,
     Installed,
     Received,
     Round,
@@ -46,6 +47,7 @@ class SamplerEngine:
         self._service: Service | None = None
         self._serving: tuple[int, Any] | None = None  # version, client
         self._staged: tuple[int, Any] | None = None
+        self._holding = Holding()
         self._running: dict[str, asyncio.Future[Any]] = {}
 
     async def start(self, version: int = 0) -> dict[str, Any]:
@@ -130,7 +132,12 @@ class SamplerEngine:
             "commit of what was not staged"
         )
         self._serving, self._staged = self._staged, None
+        self._holding = Holding(mark=(coming.epoch, coming.version), digest=coming.digest)
         return Installed(version=coming.version, digest=coming.digest)
+
+    async def holding(self) -> Holding:
+        """What a new synchronizer must know."""
+        return self._holding
 
     async def weight_version(self) -> int:
         return self._serving[0] if self._serving else 0

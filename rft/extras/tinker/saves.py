@@ -304,7 +304,7 @@ class PathOrigin(Origin):
         self._told: Future[Any] = Future()
 
     def connect(self) -> Outcome:
-        return self.answer(self.ask(Synchronizer.attach, self.epoch, METHOD))
+        return self.lead(Synchronizer.attach, self.epoch, METHOD)
 
     def start(self, version: int, due: bool) -> None:
         """Save the weights as they are now, if they are due."""
