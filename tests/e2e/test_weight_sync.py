@@ -510,6 +510,7 @@ def by_memory(trainer: Trainer, synchronizer: Any) -> Trainer:
     return trainer.connect()
 
 
+@pytest.mark.verify
 def test_what_was_left_with_a_synchronizer_that_died_is_left_again_or_given_up(
     first_weights: Any, supervised: Supervised, model_dirs: tuple[Path, Path]
 ) -> None:
