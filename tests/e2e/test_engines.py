@@ -78,7 +78,7 @@ class Synchronizer:
     def __init__(self) -> None:
         import asyncio
 
-        self.generation = 0
+        self.generation = os.getpid()  # of no two lives the same
         self.admitted: dict[str, Any] = {}
         self.lost: list[tuple[str, str]] = []
         self.events: list[tuple[str, ...]] = []
@@ -113,6 +113,9 @@ class Synchronizer:
 
     async def heard(self) -> list[tuple[str, ...]]:
         return self.events
+
+    async def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     async def _set(self, event: tuple[str, ...], admitted: dict[str, Any]) -> None:
         async with self.changed:
@@ -149,6 +152,7 @@ def actor(cls: type, name: str | None = None, **environment: str) -> Any:
     settings = {
         "num_cpus": 0,
         "max_concurrency": 100,
+        "max_restarts": -1 if cls is Synchronizer else 0,
         "runtime_env": {"env_vars": HERE | environment},
     }
     return ray.remote(cls).options(name=name, **settings).remote()
@@ -197,6 +201,13 @@ class Fleet:
 
     def heard(self) -> list[tuple[str, ...]]:
         return ray.get(self.synchronizer.ask(Synchronizer.heard), timeout=WAIT_S)
+
+    def heard_or_none(self) -> list[tuple[str, ...]] | None:
+        """None while the synchronizer is dead."""
+        try:
+            return self.heard()
+        except ray.exceptions.RayActorError:
+            return None
 
     def states(self) -> dict[str, str]:
         return {row["name"]: row["state"] for row in self.engines.describe()}
@@ -354,6 +365,27 @@ def test_one_that_the_synchronizer_gives_up_on_is_replaced(made: Callable[..., F
         assert fleet.hear() == (f"engine_0: checksum {number}; started again ({number} of 3)",)
         assert fleet.hear() == ("engine_0: serves",)
     assert fleet.call("engine_0", "pids")[0] != pids[0]
+
+
+@pytest.mark.verify
+def test_a_synchronizer_that_is_there_again_hears_who_lives_and_is_listened_to(
+    made: Callable[..., Fleet],
+) -> None:
+    fleet = made().begin(2)
+    fleet.synchronizer.ask(Synchronizer.die)
+    while fleet.heard_or_none() != []:
+        pass
+    fleet.engines.reintroduce()
+    assert fleet.heard() == [("recover", "engine_0", "engine_1")]
+    fleet.call("engine_1", "die")
+    assert "started again (1 of 3)" in fleet.hear()[0] and fleet.hear() == ("engine_1: serves",)
+    assert [event[:2] for event in fleet.heard()[1:]] == [
+        ("leave", "engine_1"),
+        ("join", "engine_1"),
+    ]
+    ray.get(fleet.synchronizer.ask(Synchronizer.give_up_on, "engine_0", "checksum"), timeout=WAIT_S)
+    assert fleet.hear() == ("engine_0: checksum; started again (1 of 3)",)
+    assert fleet.hear() == ("engine_0: serves",)
 
 
 @pytest.mark.verify

@@ -130,6 +130,20 @@ def test_engines_without_a_trainer_follow_what_one_saves_elsewhere(
         trainer.save(6)
         assert ray.get(late.wait_for.remote(6)) == 6
         assert_serves(first_weights, model_dirs[1], 6)
+        ray.kill(late)
+        held = ray.get(first_weights.holding.remote())
+        anew = (
+            ray.remote(Synchronizer)
+            .options(max_concurrency=100, num_cpus=0.01)
+            .remote(None, 30.0, root=str(root))
+        )
+        ray.get(anew.recover.remote({"engine_0": ActorHandle(first_weights)}))
+        assert list(ray.get(anew.members.remote())[1]) == ["engine_0"]
+        assert ray.get(anew.follow.remote(str(root))) == 6
+        assert ray.get(first_weights.holding.remote()) == held, "it was installed again"
+        trainer.save(7)
+        assert ray.get(anew.wait_for.remote(7)) == 7
+        assert_serves(first_weights, model_dirs[1], 7)
 
 
 # --- memory ---------------------------------------------------------------------------------------

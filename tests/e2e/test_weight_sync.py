@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -509,6 +510,7 @@ def by_memory(trainer: Trainer, synchronizer: Any) -> Trainer:
     return trainer.connect()
 
 
+@pytest.mark.verify
 def test_what_was_left_with_a_synchronizer_that_died_is_left_again_or_given_up(
     first_weights: Any, supervised: Supervised, model_dirs: tuple[Path, Path]
 ) -> None:
@@ -520,8 +522,10 @@ def test_what_was_left_with_a_synchronizer_that_died_is_left_again_or_given_up(
     assert ray.get(first_weights.weight_version.remote()) == 1
     supervised.doom("after begin")
     trainer.start(2)
-    trainer.everywhere(lambda publisher: publisher.release())  # now they may change
-    supervised.heal()
+    with ThreadPoolExecutor(1) as beside:  # then they may change
+        released = beside.submit(trainer.everywhere, lambda publisher: publisher.release())
+        supervised.heal()
+    released.result()
     trainer.start_offered(3)
     assert [publisher.last["sync/lost"] for publisher in trainer.publishers] == [1.0, 1.0]
     trainer.everywhere(lambda publisher: publisher.wait())
