@@ -386,10 +386,7 @@ class Actors:
             ray.kill(handle.actor)
             return False
         log.warning("%s: %s", part, why)
-        self.say(
-            f"{part}: {why}; it comes back {RETURNS[part]} ({restarts.used} of {restarts.limit} "
-            "within the hour)"
-        )
+        self.say(f"{part}: {why}; it comes back {RETURNS[part]} ({restarts.told()})")
         if says_itself(error):
             if self.ending.wait(min(PAUSE_S * 2 ** (restarts.used - 1), LONGEST_PAUSE_S)):
                 return False

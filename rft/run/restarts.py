@@ -34,7 +34,7 @@ class Restarts:
 
     def told(self) -> str:
         """How much of the budget is spent."""
-        return f"{len(self._deaths)} of {self.limit} within an hour"
+        return f"{self.used} of {self.limit} within an hour"
 
     @property
     def used(self) -> int:

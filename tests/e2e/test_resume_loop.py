@@ -116,5 +116,5 @@ def test_buffer_explorer_and_synchronizer_come_back_into_the_same_run(
     said = run_healing(deterministic(root, "healed", root / "assets", *settings), kills)
     parts = ["buffer", "explorer", "synchronizer", "buffer"]
     assert [line.split(":")[0] for line in said] == parts, said
-    assert "its process died" in said[0] and "(2 of 4 within the hour)" in said[3], said
+    assert "its process died" in said[0] and "(2 of 4 within an hour)" in said[3], said
     assert_same(root / "rft" / "healed", reference, STEPS)
