@@ -314,8 +314,13 @@ class Actors:
             computes=spec.part not in KEEP_BOOKS,
             own=own,
             others=others,
+            # with the class, which is there as long as Ray is: what goes through its object store
+            # may be lost, it says on the terminal
+            given=ray.cloudpickle.dumps((spec.make.args, spec.make.keywords)) if returns else b"",
         )
         actor_class = ray.remote(cls).options(**options)
+        if returns:
+            return ActorHandle(actor_class.remote())
         return ActorHandle(actor_class.remote(*spec.make.args, **spec.make.keywords))
 
     def _listen(self) -> None:
@@ -451,11 +456,12 @@ def hosted(
     computes: bool,
     own: Mapping[str, str],
     others: Sequence[str],
+    given: bytes = b"",
 ) -> type:
     """`cls` as an actor that writes to the log file named in its environment, with variables of its
     `own` in it, and without those of `others`, which it was started with empty.
 
-    One that computes nothing gives way to others.
+    One that computes nothing gives way to others. `given`: its arguments, packed.
     """
 
     class Hosted(cls):  # type: ignore[misc,valid-type]
@@ -470,6 +476,10 @@ def hosted(
             plugins.load()
             if not computes:
                 wait_for_turn()
+            if given:
+                import ray
+
+                arguments, named = ray.cloudpickle.loads(given)
             super().__init__(*arguments, **named)
 
         async def process(self) -> int:

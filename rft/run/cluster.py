@@ -36,9 +36,8 @@ PRIVATE_RAY = {
     # an actor without GPUs of Ray's keeps the CUDA_VISIBLE_DEVICES that it is given
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-# a raylet's paragraph for each actor that dies; read as Ray is imported. And its line on this
-# terminal that an actor which may come back has been given handles of others: those live as long.
-QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".", "RAY_BACKEND_LOG_LEVEL": "fatal"}
+# a raylet's paragraph for each actor that dies; read as Ray is imported
+QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 RAY_STARTS = 3
 HOLD_S = 60.0  # for GPUs of this machine that are free in Ray
 JOIN_S, LOOK_S = 300.0, 2.0  # for nodes that a script starts; Ray tells nobody that one has joined
