@@ -34,7 +34,7 @@ import sqlalchemy as sql
 from sqlalchemy import Connection
 
 from rft.buffer.calls import BatchedCalls, Waiters
-from rft.buffer.delivery import Delivery, bad_reward, facts_of
+from rft.buffer.delivery import Delivery, Facts, bad_reward, facts_of
 from rft.buffer.progress import StepSize
 from rft.buffer.sql_lives import Lives
 from rft.buffer.sql_patience import LONGEST_NAP_S, NAP_S, RETRY_S, failure, passes
@@ -207,9 +207,47 @@ class SqlBuffer(BatchedCalls):
 
         `told`: as for `ExperienceBuffer.put`.
         """
-        facts, rows = facts_of(experiences), _rows.decode(experiences)
-        if not rows:
-            raise ValueError(f"group {group} has no experiences: abandon it with a reason instead")
+        await self.put_some([(group, experiences, told)])
+
+    async def put_some(self, puts: list[tuple[int, bytes, list[Any] | None]]) -> None:
+        """`put` each, in one transaction: all of them, or none and an error."""
+        given = []
+        for group, experiences, told in puts:
+            facts, rows = facts_of(experiences), _rows.decode(experiences)
+            if not rows:
+                raise ValueError(
+                    f"group {group} has no experiences: abandon it with a reason instead"
+                )
+            if why := self._refused(facts, rows):
+                await self.abandon(group, why)
+            else:
+                tasks = [row.task for row in msgspec.msgpack.decode(experiences, type=list[_Task])]
+                given.append((group, rows, facts, tasks, told))
+        if not given:
+            return
+        given.sort(key=lambda one: one[0])  # rows are locked in one order by all
+        tried = set[int]()
+
+        def put(db: Connection) -> set[int]:
+            """The groups that this call has stored, by an earlier try or now."""
+            stored = set[int]()
+            for group, *content in given:
+                if self._steps.is_open(db, group):
+                    self._steps.store(db, group, *content)
+                    stored.add(group)
+            tried.update(stored)
+            return tried
+
+        stored = await self._do(put, patience=self._patience)
+        for group, rows, *_ in given:
+            is_new = group in stored
+            stored.discard(group)
+            self._counts["duplicate_puts"] += not is_new
+            self._counts["experiences"] += len(rows) if is_new else 0
+            self._counts["short_groups"] += is_new and len(rows) < self.repeat_times
+
+    def _refused(self, facts: list[Facts], rows: list[msgspec.Raw]) -> str:
+        """Why a group is not stored, counted; empty if it is."""
         largest = max(len(row) for row in rows)
         if why := bad_reward(facts):
             self._counts["bad_rewards"] += 1
@@ -219,25 +257,7 @@ class SqlBuffer(BatchedCalls):
                 f"an experience has {largest} bytes, "
                 f"more than experience_buffer.max_experience_mb allows ({self.max_bytes})"
             )
-        if why:
-            await self.abandon(group, why)
-            return
-        tasks = [row.task for row in msgspec.msgpack.decode(experiences, type=list[_Task])]
-
-        tries = 0
-
-        def put(db: Connection) -> bool:
-            nonlocal tries
-            if not self._steps.is_open(db, group):
-                return tries > 0  # by an earlier try
-            tries += 1
-            self._steps.store(db, group, rows, facts, tasks, told)
-            return True
-
-        stored = await self._do(put, patience=self._patience)
-        self._counts["duplicate_puts"] += not stored
-        self._counts["experiences"] += len(rows) if stored else 0
-        self._counts["short_groups"] += stored and len(rows) < self.repeat_times
+        return why
 
     async def abandon(self, group: int, reason: str) -> None:
         """Give a group up: no step waits for it any more. Does nothing for one that is stored."""

@@ -395,6 +395,23 @@ def test_a_lock_that_another_holds_is_waited_for_and_then_the_call_fails(
     run(test)
 
 
+def test_puts_of_one_call_are_stored_together_or_not_at_all(url: str) -> None:
+    async def test() -> None:
+        mine = buffer(url)
+        await mine.attach_explorer("e")
+        puts = [(group, rows(1.0, 0.0), None) for group in await admitted(mine, "e", 3)]
+        with pytest.raises(ValueError, match="group 9 was never admitted"):
+            await mine.put_some([*puts, (9, rows(1.0), None)])
+        assert (await mine.stats())["running_groups"] == 3
+        await mine.put_some([*puts[1:], puts[1], (0, rows(float("nan")), None)])
+        await mine.put_some(puts)
+        found = await mine.stats()
+        names = ("stored", "failed", "bad_rewards", "duplicate_puts", "experiences")
+        assert [found[name] for name in names] == [2, 1, 1, 4, 4]
+
+    run(test)
+
+
 def test_rows_of_groups_that_nobody_needs_are_deleted_and_still_counted(url: str) -> None:
     async def test() -> None:
         mine = buffer(url)
