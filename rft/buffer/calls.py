@@ -13,11 +13,28 @@ for the supervisor. Invariants: whoever called goes on only after its own part i
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rft.buffer.journal import JournalError
 
 GATHER_S = 0.02  # of about one step of an engine, which ends several groups
+AGAIN_S = 1.0  # until a buffer that is broken is asked again
+T = TypeVar("T")
+
+
+class BufferBroken(JournalError):
+    """It can do nothing more (a full disk), and says so to the supervisor, too: that begins it
+    anew, or ends the run. Who asks again within its own deadline loses nothing.
+    """
+
+
+async def answered(ask: Callable[[], Awaitable[T]]) -> T:
+    """What a buffer answers, broken or not: who calls sets the deadline."""
+    while True:
+        try:
+            return await ask()
+        except BufferBroken:
+            await asyncio.sleep(AGAIN_S)
 
 
 class BatchingBuffer(Protocol):
@@ -161,4 +178,4 @@ class Waiters:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise JournalError(f"the experience buffer stopped: {self._failure}") from self._failure
+            raise BufferBroken(f"the experience buffer stopped: {self._failure}") from self._failure

@@ -28,7 +28,7 @@ from itertools import takewhile
 from typing import Any
 
 from rft.buffer import progress as records
-from rft.buffer.calls import BatchedCalls, Waiters
+from rft.buffer.calls import BatchedCalls, BufferBroken, Waiters
 from rft.buffer.delivery import Delivery, StoredGroup, bad_reward, facts_of, oldest_version, trained
 from rft.buffer.experience_file import Copy, is_file
 from rft.buffer.journal import JournalError
@@ -455,7 +455,7 @@ class ExperienceBuffer(BatchedCalls):
             self._ledger.append(record)
         except JournalError as error:
             self._waits.fail(error)
-            raise
+            raise BufferBroken(str(error)) from error
 
     async def _settle(self) -> None:
         """Make all that was appended durable and tell those who wait."""
@@ -464,7 +464,7 @@ class ExperienceBuffer(BatchedCalls):
             await self._ledger.journal.commit()
         except JournalError as error:
             self._waits.fail(error)
-            raise
+            raise BufferBroken(str(error)) from error
         await self._waits.notify()
 
     async def _record(self, record: JournalRecord) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, Protocol
 
-from rft.buffer.calls import CallBatcher
+from rft.buffer.calls import CallBatcher, answered
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExplorerConfig, ModelConfig
 from rft.data.taskset import Taskset, for_journal, from_journal
@@ -381,7 +381,7 @@ class Explorer:
         within_s = STORE_S if within_s is None else within_s
         try:
             async with asyncio.timeout(within_s) as limit:
-                return await self.buffer.ask(method, *arguments)
+                return await answered(lambda: self.buffer.ask(method, *arguments))
         except TimeoutError as error:
             if not limit.expired():  # the buffer's own
                 raise

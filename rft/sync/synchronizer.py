@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
+from rft.buffer.calls import answered
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.ground import rounds
 from rft.ground.protocols import ActorHandle
@@ -347,7 +348,8 @@ class Synchronizer:
         state.conclude()
         self._lead.forget(mark)
         if self.buffer is not None:
-            await self.buffer.ask(ExperienceBuffer.published, version, state.epoch)
+            told = (ExperienceBuffer.published, version, state.epoch)
+            await answered(lambda: self.buffer.ask(*told))
         await self._tell()
         return rounds.numbers_of(
             self.reports.values(), time.monotonic() - began, len(state.admitted())

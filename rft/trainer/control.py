@@ -10,10 +10,12 @@ that can be long. An actor that dies is started again, and asked again what it w
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rft.buffer import delivery
+from rft.buffer.calls import AGAIN_S, BufferBroken
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExplorerConfig
 from rft.ground.experience import Batch, EvalResult, decode
@@ -138,7 +140,15 @@ class QueueSource:
     def _call(self, method: Callable[..., Any], *arguments: Any, timeout: float = RETURN_S) -> Any:
         import ray
 
-        return ray.get(self.buffer.ask(method, *arguments), timeout=timeout)
+        deadline = time.monotonic() + timeout
+        while True:
+            asked = self.buffer.ask(method, *arguments)
+            try:
+                return ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
+            except BufferBroken:
+                if time.monotonic() + AGAIN_S > deadline:
+                    raise
+                time.sleep(AGAIN_S)
 
 
 def await_engines(explorer: "ExplorerHandle | None", hold: bool = False) -> None:

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rft.buffer import calls
 from rft.buffer import journal as journal_module
+from rft.buffer.calls import answered
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.journal import JournalError
@@ -768,6 +770,33 @@ def test_watch_waits_while_healthy_and_raises_when_the_disk_fails(
             with pytest.raises(JournalError, match="Input/output error"):
                 await task
         await buffer.shutdown()
+
+    run(test)
+
+
+def test_who_asks_a_broken_buffer_is_answered_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def test() -> None:
+        monkeypatch.setattr(calls, "AGAIN_S", 0.0)
+        buffers = [make(tmp_path)]
+        await buffers[-1].attach_trainer(0, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(journal_module.os, "fsync", failing)
+            asked = ("e", [(b"task", {"next": 1})])
+            asking = asyncio.create_task(answered(lambda: buffers[-1].admit_some(*asked)))
+            with pytest.raises(JournalError, match="No space left"):
+                await buffers[-1].watch()
+            await turns()
+            assert not asking.done()
+            await buffers[-1].shutdown()
+        buffers.append(make(tmp_path))
+        await buffers[-1].attach_trainer(0, 2)
+        assert len(await asking) == 1
+        await buffers[-1].shutdown()
 
     run(test)
 
