@@ -132,6 +132,7 @@ class SqlBuffer(BatchedCalls):
                 "reissue": reissue,
                 "run_epoch": self._epoch(db),
                 "told": told,
+                "heard": None,
             }
 
         found = await self._do(attach, patience=self._patience)

@@ -238,7 +238,7 @@ class Explorer:
             ExperienceBuffer.attach_explorer, self.config.name, within_s=self.patience_s
         )
         unfinished = [(group, from_journal(task)) for group, task in start["reissue"]]
-        self.heard = start.get("heard")
+        self.heard = start["heard"]
         if start["cursor"] is not None:
             self.taskset.seek(start["cursor"])
         if self.taskset.learns:

@@ -51,10 +51,16 @@ class Buffer:
         return Remote(found) if asyncio.iscoroutinefunction(found) else found
 
     async def attach_explorer(self, name: str) -> dict[str, Any]:
-        return {"cursor": None, "reissue": [], "run_epoch": 0}
+        return {"cursor": None, "reissue": [], "run_epoch": 0, "heard": -1}
+
+    async def let_go(self, name: str) -> None: ...
 
     async def admit_some(
-        self, name: str, tasks: list[tuple[bytes, dict[str, Any]]], most: list[int | None]
+        self,
+        name: str,
+        tasks: list[tuple[bytes, dict[str, Any]]],
+        most: list[int | None],
+        heard: int | None,
     ) -> list[int]:
         """Up to three: what it leaves comes again."""
         self.asked.append(len(tasks))
@@ -141,6 +147,7 @@ def explorer(
         batch_size=2,
     )
     actor.shared.tokenizer = Tokenizer()
+    actor.prepared.set()
     return actor
 
 

@@ -89,9 +89,11 @@ def one_token() -> Experience:
 
 def explorer(buffer: ExperienceBuffer, over: OverRolloutConfig, name: str = "explorer") -> Explorer:
     settings = ExplorerConfig(name=name, over_rollout=over, max_timeout=9000.0, runner_per_model=64)
-    return Explorer(
+    made = Explorer(
         settings, ModelConfig(), Tasks(), [], {"engine_0": None}, ActorHandle(Actor(buffer)), TASKS
     )
+    made.prepared.set()
+    return made
 
 
 async def train(buffer: ExperienceBuffer, first: int, last: int) -> list[list[tuple[int, int]]]:

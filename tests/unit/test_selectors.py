@@ -173,7 +173,7 @@ async def trained(
             if name != "admit_some":
                 return method
 
-            async def admit_some(explorer: str, tasks: list[tuple[bytes, Any]], most: Any) -> Any:
+            async def admit_some(explorer: str, tasks: list[tuple[bytes, Any]], *_: Any) -> Any:
                 for task, _ in tasks:
                     drawn[decode(task, Task).draw] = decode(task, Task).row
                 return await method.remote(explorer, tasks)
@@ -190,6 +190,7 @@ async def trained(
         settings, ModelConfig(), tasks, [], {"engine_0": None}, ActorHandle(Noting(buffer)), SIZE
     )  # type: ignore[arg-type]
     exploring.max_failures = 10**6
+    exploring.prepared.set()
 
     async def sleep(self: Any, task: Task) -> None:
         await asyncio.sleep(lasts(task))
