@@ -27,6 +27,8 @@ LEFT_OPEN = (
 # what these are where they are left out
 USUAL = {"format.prompt_key": "prompt", "format.response_key": "response"}
 USUAL |= {"format.prompt_type": "messages"}  # of whoever names neither of the two
+# defaults that were decided anew, since then: (then, now)
+DECIDED = {"trainer.max_restarts": (0, 3)}  # what dies comes back by itself
 RECORDED = json.loads(lzma.decompress(DATA.read_bytes()))
 
 
@@ -42,6 +44,13 @@ def test_a_recipe_means_what_it_meant(recipes: Path, words: str) -> None:
     )
 
 
+def is_meant(key: str, then: Any, now: Any) -> bool:
+    """Whether a value may be another."""
+    last = ".".join(key.split(".")[-2:])
+    is_open = key.removeprefix(".composed.") in LEFT_OPEN or USUAL.get(last) == then
+    return DECIDED.get(last) == (then, now) or (now is None and is_open)
+
+
 def differences(then: Any, now: Any, key: str) -> Iterator[str]:
     """A line for each value that is another, or is gone."""
     if isinstance(then, dict) and isinstance(now, dict):
@@ -53,10 +62,7 @@ def differences(then: Any, now: Any, key: str) -> Iterator[str]:
     elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         for number, pair in enumerate(zip(then, now, strict=True)):
             yield from differences(*pair, f"{key}.{number}")
-    elif now is None and (
-        key.removeprefix(".composed.") in LEFT_OPEN
-        or USUAL.get(".".join(key.split(".")[-2:])) == then
-    ):
+    elif is_meant(key, then, now):
         return
     elif (type(then), then) != (type(now), now):
         yield f"{key} was {then!r} and is {now!r}"

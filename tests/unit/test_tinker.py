@@ -509,7 +509,7 @@ def test_the_service_is_asked_at_the_start(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model.tinker.base_model = "another"
-    with pytest.raises(ServiceFailed, match="model.tinker.base_model=another: the service has toy"):
+    with pytest.raises(ConfigError, match="model.tinker.base_model=another: the service has toy"):
         Service(model.tinker)
     monkeypatch.setenv("TINKER_API_KEY", "tml-another-key")
     model.tinker.base_url = str(model.tinker.base_url).replace(

@@ -10,7 +10,7 @@ from rft.tools.waits import PLACES, declared
 PACKAGE = Path(__file__).resolve().parents[2] / "rft"
 CALLS = {
     *("ray.get", "ray.wait", "select.select", "await_end", "end_descendants", "accepted"),
-    *("asyncio.wait", "asyncio.wait_for", "asyncio.timeout"),
+    *("asyncio.wait", "asyncio.wait_for", "asyncio.timeout", "answered"),
 }
 # methods of processes, conditions, events, threads, futures, sockets
 METHODS = {
