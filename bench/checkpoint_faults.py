@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="about 500 injections")
     parser.add_argument(
-        "--count", type=int, default=FULL, help="injections in all, without the control"
+        "--count", type=int, help="injections in all, without the control and what is drawn"
     )
     parser.add_argument(
         "--only", choices=[*SHARES, "drawn", "control", "mutants"], help="one class"
@@ -60,11 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     asked = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or what is on the RAM disk would stay
-    counts = (
-        QUICK
-        if asked.quick
-        else {name: max(1, round(asked.count * share)) for name, (_, share) in SHARES.items()}
-    )
+    counts = counts_of(asked)
     tallies: dict[str, Tally] = {}
     with Loader() as loader, Ground(loader) as ground:
         for name, (run, _) in SHARES.items():
@@ -93,6 +89,14 @@ def main(arguments: list[str] | None = None) -> None:
             [(name, str(n)) for name, n in mutants.items()],
         )
     finish(tallies, guilty, mutants, asked)
+
+
+def counts_of(asked: argparse.Namespace) -> dict[str, int]:
+    """Injections by class."""
+    if asked.quick:
+        scale = (asked.count or sum(QUICK.values())) / sum(QUICK.values())
+        return {name: max(1, round(count * scale)) for name, count in QUICK.items()}
+    return {name: max(1, round((asked.count or FULL) * s)) for name, (_, s) in SHARES.items()}
 
 
 def timed(work: Callable[[], Tally]) -> Tally:
@@ -145,7 +149,7 @@ def finish(
     sound = not any(tally.bad for tally in tallies.values())
     seeing = (guilty is None or (guilty.wrong > 0 and guilty.lost > 0)) and all(mutants.values())
     config = {
-        **{"quick": asked.quick, "count": asked.count, "only": asked.only},
+        **{"quick": asked.quick, "count": asked.count or FULL, "only": asked.only},
         **{"worlds": [1, 2], "seed": asked.seed},
     }
     report.last_line(

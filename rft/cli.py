@@ -1,62 +1,84 @@
-"""The `rft` command:
+"""The `rft` command: a word, and what follows it.
 
-`rft train ...` is `python -m rft.train ...`; every other word is a tool of `rft.tools`.
+In: the command line. Out: the exit code of the tool that the word names (0 for a question about
+itself, 2 for a word that there is not). `rft train ...` is `python -m rft.train ...`; every other
+word is a tool of `rft.tools`. Invariant: nothing is imported before its word is given, so that
+`rft --help` answers on a Python that has none of the packages.
 """
 
+import difflib
 import importlib
 import sys
+from typing import Any
 
+from rft import __version__
 from rft.ground.shipped import shipped
+from rft.tools import COMMANDS
 
-USAGE = f"""usage: rft train experiment=NAME [section.key=value ...]
-       rft train --config FILE [section.key=value ...]
-       rft train --verl FILE | key=value ...                   veRL's own words: docs/verl.md
-       rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]
-       rft config --explain KEY                                what a key takes and means
-       rft workflows [NAME]
-            what each workflow and reward does, and its arguments
-       rft doctor [experiment=NAME | --config FILE] [section.key=value ...]
-       rft studio [--port N]
-            a page on which a config is put together
-       rft debug [--set NAME] [--row N] experiment=NAME ...
-            one task on a real engine, every token of it
-       rft view JOB_DIR | FILE.jsonl
-            its experiences in the browser, token by token
-       rft ckpt ls|show|verify|diff|tag|untag|export|import ... (rft ckpt -h)
-       rft buffer dump RUN_DIR -o FILE.jsonl                   (rft buffer dump -h)
-       rft engines RUN_DIR [--add N | --remove NAME]           (rft engines -h)
-       rft environment check|rows NAME [ID] ...                (rft environment -h)
-       rft sweep-report SWEEP_DIR                              (rft sweep-report -h)
-       rft report RUN_DIR
-            one page about a run, also while it is under way
-       rft trace RUN_DIR                                       its timeline, for Perfetto
-scripts for torchrun, Slurm, Ray and Kubernetes: {shipped("launch")}"""
 TOOLS = {  # word: module of rft.tools
-    "buffer": "buffer",
-    "ckpt": "ckpt",
-    "config": "config",
-    "doctor": "doctor",
-    "debug": "debug",
-    "engines": "engines",
-    "environment": "environment",
-    "sweep-report": "sweep_report",
-    "report": "report",
-    "studio": "studio",
-    "trace": "timeline",
-    "view": "view",
-    "workflows": "workflows",
+    word: module for group in COMMANDS.values() for word, (module, _, _) in group.items() if module
 }
+MORE = f"""`rft COMMAND --help` has all of one. Other ways to say what is run:
+  rft train --config FILE             a file of keys, also one of Trinity-RFT: docs/trinity.md
+  rft train --verl key=value ...      veRL's own words: docs/verl.md
+  rft train -m key=1,2 ...            a sweep: docs/sweep.md
+  rft config --explain KEY            what a key takes and means, and its default here
+scripts for torchrun, Slurm, Ray and Kubernetes: {shipped("launch")}"""
+
+
+def usage() -> str:
+    lines = ["usage: rft COMMAND ...", ""]
+    for title, group in COMMANDS.items():
+        lines.append(f"{title}:")
+        for word, (_, follows, does) in group.items():
+            lines += (
+                [f"  {f'rft {word} {follows}':<50}  {does}"]
+                if len(follows) < 40
+                else [
+                    f"  rft {word} {follows}",
+                    f"{'':<54}{does}",
+                ]
+            )
+        lines.append("")
+    return "\n".join(lines) + MORE
+
+
+USAGE = usage()
 
 
 def main() -> None:
-    command, *rest = sys.argv[1:] or ["--help"]
-    if command in TOOLS:
-        sys.exit(importlib.import_module(f"rft.tools.{TOOLS[command]}").main(rest))
-    if command != "train":
-        sys.exit(
-            USAGE if command in ("-h", "--help") else f"rft: unknown command `{command}`\n{USAGE}"
-        )
-    sys.argv = ["rft train", *rest]
-    from rft.train import main as train
+    command, *rest = sys.argv[1:] or [""]
+    if command in ("-h", "--help", "help"):
+        print(USAGE)
+    elif command == "--version":
+        print(f"rft {__version__}")
+    elif command == "train":
+        sys.argv = ["rft train", *rest]
+        loaded("rft.train", command).main()
+    elif command in TOOLS:
+        sys.exit(loaded(f"rft.tools.{TOOLS[command]}", command).main(rest))
+    else:
+        print(refused(command), file=sys.stderr)
+        sys.exit(2)
 
-    train()
+
+def refused(command: str) -> str:
+    if not command:
+        return USAGE
+    near = difflib.get_close_matches(command, ["train", *TOOLS], n=1)
+    hint = f"; did you mean `rft {near[0]}`?" if near else ""
+    return f"rft: unknown command `{command}`{hint} `rft --help` has them all"
+
+
+def loaded(module: str, command: str) -> Any:
+    """The module; where a package is not installed, what to do is said in a line."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "rft"):
+            raise
+        sys.exit(
+            f"rft {command} wants the package `{package}`, and {sys.executable} has none: "
+            "`make setup` in a checkout, or `pip install rft`, installs what rft needs"
+        )

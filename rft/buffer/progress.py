@@ -20,6 +20,11 @@ Invariants: a group is leased at most once, for good (a resume replays the lease
 regroups); a group is either failed, evicted or in exactly one lease or still waiting, so none is
 lost and none is trained twice. A replay buffer loosens this for the groups that a lease names as
 kept: these alone may be in a later lease too.
+
+Several trainers share the groups of a database: one that resumes under a name has a course of its
+own, of steps, leases and versions; one without a name is alone. Batches of one that is silent are
+handed over: a record puts the groups back where they waited, for whoever takes them next. What an
+explorer that is silent, or done, has not finished is not waited for.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -29,6 +34,7 @@ from typing import Any
 
 import msgspec
 
+from rft.buffer.groups import Course, Explored, Group, Lease, StepSize, due, remember
 from rft.ground.experience import Record
 
 
@@ -50,6 +56,7 @@ class Attached(Record, tag="attached", kw_only=True):
     """
 
     explorer: str
+    incarnation: int = 0  # processes that have begun as it, with this one; 0: one more
 
 
 class Restarted(Record, tag="restarted", kw_only=True):
@@ -71,6 +78,7 @@ class Stored(Record, tag="stored", kw_only=True):
     version: int | None = None  # the oldest that sampled any token of it
     told: list[Any] | None = None
     size: int = 0  # experiences that are trained on
+    rows: int = 0  # experiences, where these lie in a table
 
 
 class GroupFailed(Record, tag="failed", kw_only=True):
@@ -111,6 +119,7 @@ class Consumed(Record, tag="consumed", kw_only=True):
     """The trainer has finished `step`."""
 
     step: int
+    trainer: str = ""  # where there are several, like in the records below
 
 
 class Resumed(Record, tag="resumed", kw_only=True):
@@ -118,6 +127,47 @@ class Resumed(Record, tag="resumed", kw_only=True):
 
     step: int
     run_epoch: int
+    trainer: str = ""
+
+
+class StepSaved(Record, tag="saved", kw_only=True):
+    """A checkpoint of `step` is complete: the batches before it are the trainer's for good."""
+
+    step: int
+    trainer: str
+
+
+class Handed(Record, tag="handed", kw_only=True):
+    """The batches of these steps of a trainer that was silent for a lease are free again: what it
+    has made of them counts no more, until it resumes.
+    """
+
+    trainer: str
+    steps: list[int]
+
+
+class Forgotten(Record, tag="forgotten", kw_only=True):
+    """No retained checkpoint of this trainer resumes before `step`."""
+
+    step: int
+    trainer: str
+
+
+class InputEnded(Record, tag="input_ended", kw_only=True):
+    """The taskset of this explorer is exhausted."""
+
+    explorer: str
+
+
+class Silent(Record, tag="silent", kw_only=True):
+    """These explorers were not heard of for a lease; or they are back."""
+
+    explorers: list[str]
+    back: bool = False
+
+
+class Began(Record, tag="began", kw_only=True):
+    """What follows, up to `Folded`, stands for all that was before."""
 
 
 class Stood(Record, tag="stood", kw_only=True):
@@ -168,6 +218,12 @@ JournalRecord = (
     | Pooled
     | Consumed
     | Resumed
+    | StepSaved
+    | Handed
+    | Forgotten
+    | InputEnded
+    | Silent
+    | Began
     | Stood
     | Folded
 )
@@ -178,135 +234,13 @@ def decode_record(payload: bytes) -> JournalRecord:
     return _decoder.decode(payload)
 
 
-@dataclass
-class Group:
-    """One admitted task.
-
-    `task` is dropped once it is stored; `version` is None while it waits for a restart.
-    """
-
-    number: int
-    explorer: str
-    task: bytes
-    version: int | None
-    run_epoch: int
-    stored: bool = False
-    model_version: int | None = None  # the oldest that sampled any token of it
-    uses: int = 0
-    leased_at: float = 0.0
-    most: int | None = None
-    size: int = 0
-
-
-@dataclass(frozen=True)
-class StepSize:
-    """What fills a step: so many groups, whatever they hold; or, with `experiences`, the first
-    groups that have as many together.
-
-    A group is never parted, so it fills one step at most: it counts no more than a whole one, and
-    as that where nobody knows how many experiences it may have.
-    """
-
-    groups: int
-    experiences: int | None = None
-
-    @property
-    def units(self) -> int:
-        return self.groups if self.experiences is None else self.experiences
-
-    def of(self, group: Group) -> int:
-        """What it counts: a finished group what it has, another the most that it may have."""
-        if self.experiences is None:
-            return 1
-        known = max(group.size, 1) if group.stored else group.most
-        return self.experiences if known is None else min(known, self.experiences)
-
-    def are(self, groups: Iterable[Group]) -> int:
-        return sum(map(self.of, groups))
-
-    def first(self, groups: Iterable[Group]) -> list[Group]:
-        """The fewest of them, in their order, that may fill a step; all, if they do not."""
-        found, units = [], 0
-        for group in groups:
-            if units >= self.units:
-                break
-            found.append(group)
-            units += self.of(group)
-        return found
-
-    def formed(self, groups: Collection[Group]) -> int:
-        """How many steps these fill, one after the other, at most."""
-        if self.experiences is None:
-            return len(groups) // self.groups
-        steps = units = 0
-        for group in groups:
-            units += self.of(group)
-            if units >= self.units:
-                steps, units = steps + 1, 0
-        return steps
-
-
-def remember(told: list[list[Any]], lesson: list[Any]) -> None:
-    """Keep a lesson, [taskset, draw, row, value]. One with a belief, [..., draw, belief], takes the
-    place of all before that draw, so that what is kept does not grow with the run.
-    """
-    if len(lesson) > 4:
-        name, before = lesson[0], lesson[4]
-        told[:] = [
-            old[:4] if old[0] == name else old for old in told if old[0] != name or old[1] >= before
-        ]
-    told.append(lesson)
-
-
 def _is_same(pair: tuple[Group, tuple[bytes, Any]]) -> bool:
     return pair[0].task == pair[1][0]
 
 
-def is_due(group: Group, step: int, max_staleness: int | None) -> bool:
-    """Whether any step after `step` would train the group later than `max_staleness` allows."""
-    return (
-        max_staleness is not None
-        and group.version is not None
-        and step - group.version >= max_staleness
-    )
-
-
-def due(
-    groups: Iterable[Group], step: int, size: StepSize, max_staleness: int | None
-) -> list[Group]:
-    """`Progress.wanted` of groups that wait, in admission order."""
-    found, units = [], 0
-    for group in groups:
-        if units < size.units or is_due(group, step, max_staleness):
-            found.append(group)
-            units += size.of(group)
-    return found
-
-
 @dataclass
-class Lease:
-    """The batch of one step, and the run epoch that took it first.
-
-    `uses`: of each group, where a replay buffer is on.
-    """
-
-    trainer: str
-    run_epoch: int
-    groups: list[Group]
-    at: float = 0.0
-    uses: list[int] = field(default_factory=list)
-
-    @property
-    def first(self) -> list[Group]:
-        """Groups that are trained on for the first time."""
-        if not self.uses:
-            return self.groups
-        return [group for group, uses in zip(self.groups, self.uses, strict=True) if uses == 1]
-
-
-@dataclass
-class Progress:
-    """The state.
+class Progress(Course):
+    """The state; itself the course of a trainer that is alone.
 
     `waiting` are the groups that no step has taken, in admission order; `pool` those that one may
     take again.
@@ -314,13 +248,10 @@ class Progress:
 
     waiting: dict[int, Group] = field(default_factory=dict)
     pool: dict[int, Group] = field(default_factory=dict)
-    leases: dict[int, Lease] = field(default_factory=dict)
+    courses: dict[str, Course] = field(default_factory=dict)  # of trainers with names
     cursors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    explorers: dict[str, Explored] = field(default_factory=dict)
     next_group: int = 0
-    next_step: int = 0  # the first step that has no lease
-    oldest_step: int = 0  # leases before it may have been dropped
-    finished: int = 0  # steps consumed = policy version of the trainer
-    run_epoch: int = 0
     num_stored: int = 0
     num_failed: int = 0
     num_evicted: int = 0
@@ -351,7 +282,7 @@ class Progress:
                 group.model_version = (
                     record.version if record.version is not None else group.version
                 )
-                group.size = record.size
+                group.size, group.rows = record.size, record.rows
                 self.num_stored += 1
                 self.num_experiences += record.size
                 if record.told is not None:
@@ -371,31 +302,75 @@ class Progress:
                 self.waiting = {n: group for n, group in self.waiting.items() if n not in self.pool}
                 for number, uses, at in zip(record.groups, record.uses, record.at, strict=True):
                     self.pool[number].uses, self.pool[number].leased_at = uses, at
-            case Consumed():
-                self.finished = max(self.finished, record.step + 1)
-            case Attached():
-                for group in self.unfinished(record.explorer):
-                    group.version = None
+            case Attached() | InputEnded() | Silent():
+                self._hear(record)
             case Restarted():
                 group = self.waiting[record.group]
                 group.version, group.run_epoch = record.version, record.run_epoch
-            case Resumed():
-                self.finished, self.run_epoch = record.step, record.run_epoch
-                self.next_step = max(record.step, max(self.leases, default=-1) + 1)
+            case Began():
+                vars(self).update(vars(Progress()))
             case Stood():
                 self.stood = record
             case Folded():
                 for name in Folded.__struct_fields__:
                     setattr(self, name, getattr(record, name))
+            case _:
+                self._go(record)
+
+    def _hear(self, record: Attached | InputEnded | Silent) -> None:
+        """What concerns explorers."""
+        match record:
+            case Attached():
+                incarnation = record.incarnation or self.explorer(record.explorer).incarnation + 1
+                self.explorers[record.explorer] = Explored(incarnation=incarnation)
+                for group in self.unfinished(record.explorer):
+                    group.version = None
+            case InputEnded():
+                self.explorer(record.explorer).done = True
+            case Silent():
+                for name in record.explorers:
+                    self.explorer(name).silent = not record.back
+
+    def _go(self, record: Resumed | Consumed | StepSaved | Handed | Forgotten) -> None:
+        """What concerns one trainer."""
+        if isinstance(record, Resumed) and record.trainer:
+            self.courses.setdefault(record.trainer, Course(saved=record.step))
+        course = self.course(record.trainer)
+        match record:
+            case Resumed():
+                course.finished, course.run_epoch = record.step, record.run_epoch
+                course.handed = False
+                course.go_on(record.step)
+            case Consumed():
+                course.finished = max(course.finished, record.step + 1)
+            case StepSaved():
+                course.saved = max(course.saved, record.step)
+            case Handed():
+                for step in record.steps:
+                    self.waiting |= {g.number: g for g in course.leases.pop(step).groups}
+                self.waiting = dict(sorted(self.waiting.items()))
+                course.handed = True
+                course.go_on(course.finished)
+            case Forgotten():
+                self.forget(record.step, record.trainer)
+                course.next_step = max(course.next_step, course.oldest_step)
+
+    def course(self, trainer: str = "") -> Course:
+        """Of this trainer: its own, if it has begun under this name."""
+        return self.courses.get(trainer, self)
+
+    def explorer(self, name: str) -> Explored:
+        return self.explorers.setdefault(name, Explored())
 
     def _lease(self, record: Leased) -> None:
+        course = self.course(record.trainer)
         groups = [
             self.waiting.pop(number, None) or self.pool.pop(number) for number in record.groups
         ]
-        self.leases[record.step] = Lease(
+        course.leases[record.step] = Lease(
             record.trainer, record.run_epoch, groups, record.at, record.uses
         )
-        self.next_step = max(self.next_step, record.step + 1)
+        course.next_step = max(course.next_step, record.step + 1)
         for group, uses in zip(groups, record.uses, strict=False):
             group.uses, group.leased_at = uses, record.at
             if group.number in record.kept:
@@ -403,40 +378,42 @@ class Progress:
 
     # Admission
 
-    def steps_ahead(self, published: int, size: StepSize, before: int | None = None) -> int:
+    def awaited(self) -> Collection[Group]:
+        """Groups that no step has taken, less those that nobody works on."""
+        away = {name for name, one in self.explorers.items() if one.done or one.silent}
+        waiting = self.waiting.values()
+        return [g for g in waiting if g.stored or g.explorer not in away] if away else waiting
+
+    def steps_ahead(
+        self, published: int, size: StepSize, before: int | None = None, trainer: str = ""
+    ) -> int:
         """Steps from `published` on that are taken, or filled by the groups that wait; `before`: by
         those in front of this one.
         """
-        waiting: Collection[Group] = self.waiting.values()
+        waiting = self.awaited()
         if before is not None:
             waiting = [group for group in waiting if group.number < before]
-        leases = [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
-        forgotten = self._forgotten(published)
+        course = self.course(trainer)
+        leases, forgotten = course.leased(published), course.forgotten(published)
         if any(lease.uses for lease in leases):  # not in the order of admission
             again = sum(size.are(lease.first) for lease in leases)
             return forgotten + (again + size.are(waiting)) // size.units
         return forgotten + len(leases) + size.formed(waiting)
 
-    def _forgotten(self, published: int) -> int:
-        """Steps from `published` on that were taken and are no longer known: a checkpoint may be
-        complete, and its data gone, before anybody serves it.
-        """
-        return max(0, min(self.oldest_step, self.next_step) - published)
-
     def slots(self, published: int, size: StepSize, max_staleness: int) -> int:
         """How many groups, or experiences, are missing until no group may start; negative after a
         resume to an older version.
         """
-        leases = [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
+        leases = self.leased(published)
         taken = sum(size.are(lease.first) if lease.uses else size.units for lease in leases)
-        taken += self._forgotten(published) * size.units
+        taken += self.forgotten(published) * size.units
         return (max_staleness + 1) * size.units - taken - size.are(self.waiting.values())
 
-    def missing(self, total_steps: int, size: StepSize) -> int:
+    def missing(self, total_steps: int, size: StepSize, trainer: str = "") -> int:
         """How many of the steps before `total_steps` are not filled yet, if none of the groups that
         wait fails or holds fewer than it may.
         """
-        return total_steps - self.next_step - size.formed(self.waiting.values())
+        return total_steps - self.course(trainer).next_step - size.formed(self.awaited())
 
     def done(self, size: StepSize) -> int:
         """Groups, or experiences, that were stored, in all of the run."""
@@ -449,6 +426,7 @@ class Progress:
         interval: int,
         size: StepSize,
         max_staleness: int | None,
+        trainer: str = "",
     ) -> bool:
         """Whether explorers want a version after `published`: they have finished `interval` steps'
         worth of groups since, or all that they may start with it. `done_before`: `done` when it was
@@ -456,8 +434,9 @@ class Progress:
         """
         if self.done(size) - done_before >= interval * size.units:
             return True
-        no_slots = max_staleness is not None and self.steps_ahead(published, size) > max_staleness
-        return no_slots and not self.has_running()
+        if max_staleness is None or self.has_running():
+            return False
+        return self.steps_ahead(published, size, trainer=trainer) > max_staleness
 
     # Steps
 
@@ -467,10 +446,10 @@ class Progress:
         More than fill it only when an earlier step was incomplete: then those that the next step
         could only train too late come along.
         """
-        return due(self.waiting.values(), step, size, max_staleness)
+        return due(self.awaited(), step, size, max_staleness)
 
     def has_running(self) -> bool:
-        return any(not group.stored for group in self.waiting.values())
+        return any(not group.stored for group in self.awaited())
 
     def stored(self) -> list[Group]:
         """Groups that have experiences and no lease."""
@@ -485,10 +464,6 @@ class Progress:
                 f"the journal was cut and keeps batches from step {self.oldest_step} on. "
                 "Resume from a newer checkpoint, or begin with an empty buffer directory."
             )
-
-    def replays(self, step: int) -> list[int]:
-        """Steps from `step` on that already have their batch."""
-        return sorted(leased for leased in self.leases if leased >= step)
 
     def unfinished(self, explorer: str) -> list[Group]:
         """Groups of `explorer` that were issued and have neither experiences nor failed, in
@@ -522,22 +497,30 @@ class Progress:
 
     # Retention
 
-    def forget(self, oldest_step: int) -> None:
+    def forget(self, oldest_step: int, trainer: str = "") -> None:
         """Drop the batches before `oldest_step`: no retained checkpoint resumes there."""
-        self.leases = {step: lease for step, lease in self.leases.items() if step >= oldest_step}
-        self.oldest_step = max(self.oldest_step, oldest_step)
+        course = self.course(trainer)
+        course.leases = {step: held for step, held in course.leases.items() if step >= oldest_step}
+        course.oldest_step = max(course.oldest_step, oldest_step)
+
+    def held(self) -> dict[int, Group]:
+        """All groups that are known, by number."""
+        found = self.waiting | self.pool
+        for lease in self._leases():
+            found |= {group.number: group for group in lease.groups}
+        return dict(sorted(found.items()))
+
+    def _leases(self) -> list[Lease]:
+        courses = [self, *self.courses.values()]
+        return [lease for course in courses for _, lease in sorted(course.leases.items())]
 
     def survivors(self) -> Iterable[JournalRecord]:
         """Records that rebuild this state.
 
         `Stored` ones come without experiences: the caller puts them in.
         """
-        groups = (
-            self.waiting
-            | self.pool
-            | {g.number: g for lease in self.leases.values() for g in lease.groups}
-        )
-        for _, group in sorted(groups.items()):
+        yield from self._known()
+        for group in self.held().values():
             yield Issued(
                 group=group.number,
                 explorer=group.explorer,
@@ -553,18 +536,20 @@ class Progress:
                     experiences=b"",
                     version=group.model_version,
                     size=group.size,
+                    rows=group.rows,
                 )
-        for step, lease in sorted(self.leases.items()):
-            yield Leased(
-                step=step,
-                trainer=lease.trainer,
-                run_epoch=lease.run_epoch,
-                groups=[group.number for group in lease.groups],
-                at=lease.at,
-                uses=lease.uses,
-                # for the leases behind, then `Pooled`
-                kept=[group.number for group in lease.groups] if lease.uses else [],
-            )
+        for course in (self, *self.courses.values()):
+            for step, lease in sorted(course.leases.items()):
+                groups = [group.number for group in lease.groups]
+                yield Leased(
+                    step=step,
+                    trainer=lease.trainer,
+                    run_epoch=lease.run_epoch,
+                    groups=groups,
+                    at=lease.at,
+                    uses=lease.uses,
+                    kept=groups if lease.uses else [],  # for the leases behind, then `Pooled`
+                )
         if any(lease.uses for lease in self.leases.values()) or self.pool:
             pool = self.pool.values()
             yield Pooled(
@@ -575,3 +560,18 @@ class Progress:
         if self.stood is not None:
             yield self.stood
         yield Folded(**{name: getattr(self, name) for name in Folded.__struct_fields__})
+
+    def _known(self) -> Iterable[JournalRecord]:
+        """Who explores, and how far each of several trainers is."""
+        for name, one in self.explorers.items():
+            if one.incarnation:
+                yield Attached(explorer=name, incarnation=one.incarnation)
+            if one.done:
+                yield InputEnded(explorer=name)
+            yield Silent(explorers=[name], back=not one.silent)
+        for name, course in self.courses.items():
+            for step in (course.saved, course.finished):
+                yield Resumed(step=step, run_epoch=course.run_epoch, trainer=name)
+            yield Forgotten(step=course.oldest_step, trainer=name)
+            if course.handed:
+                yield Handed(trainer=name, steps=[])

@@ -146,7 +146,11 @@ def numbers(given: dict[str, Any], known: Options) -> dict[str, Any]:
 
 
 class BatchSelection:
-    """`clock`: seconds since 1970; what it says goes into the journal with each lease."""
+    """`clock`: seconds since 1970; what it says goes into the journal with each lease.
+
+    `trainer`: whose steps bound what explorers may begin, where several trainers share the groups.
+    `in_order`: False, a step does not wait for unfinished groups, and takes the oldest stored ones.
+    """
 
     def __init__(
         self,
@@ -155,32 +159,38 @@ class BatchSelection:
         max_staleness: int | None,
         replay: Replay | None = None,
         clock: Callable[[], float] = time.time,
+        trainer: str = "",
+        in_order: bool = True,
     ) -> None:
         self.progress = progress
         self.size = size
         self.max_staleness = max_staleness
         self.replay = replay
         self.clock = clock
+        self.trainer = trainer
+        self.in_order = in_order
 
     def may_admit(self, published: int | None, total_steps: int | None) -> bool:
         """Whether a new group may begin."""
-        if total_steps is not None and self.progress.missing(total_steps, self.size) <= 0:
+        if total_steps is not None and self._missing(total_steps) <= 0:
             return False
-        if self.max_staleness is None:
-            return True
-        return (
-            published is not None
-            and self.progress.steps_ahead(published, self.size) <= self.max_staleness
-        )
+        return self._is_soon(published)
 
     def may_restart(self, group: int, published: int | None) -> bool:
         """Whether an unfinished group may begin anew."""
-        if self.max_staleness is None or group not in self.progress.waiting:
+        return group not in self.progress.waiting or self._is_soon(published, before=group)
+
+    def _is_soon(self, published: int | None, before: int | None = None) -> bool:
+        """Whether a group that begins now, there, is trained within `max_staleness`."""
+        if self.max_staleness is None:
             return True
-        return (
-            published is not None
-            and self.progress.steps_ahead(published, self.size, before=group) <= self.max_staleness
-        )
+        if published is None:
+            return False
+        ahead = self.progress.steps_ahead(published, self.size, before, self.trainer)
+        return ahead <= self.max_staleness
+
+    def _missing(self, total_steps: int) -> int:
+        return self.progress.missing(total_steps, self.size, self.trainer)
 
     def is_supplied(self, total_steps: int | None) -> bool:
         """Whether all steps that are left have their experiences, so that no failure can ask for
@@ -189,7 +199,7 @@ class BatchSelection:
         return (
             total_steps is not None
             and not self.progress.has_running()
-            and self.progress.missing(total_steps, self.size) <= 0
+            and self._missing(total_steps) <= 0
         )
 
     def groups(self, step: int, input_done: bool, abandoned: bool) -> list[Group] | None:
@@ -202,7 +212,11 @@ class BatchSelection:
             return self._by_priority(self.replay, input_done, abandoned)
         if abandoned:
             return self.size.first(self.progress.stored())
-        groups = self.progress.wanted(step, self.size, self.max_staleness)
+        groups = (
+            self.progress.wanted(step, self.size, self.max_staleness)
+            if self.in_order
+            else self.size.first(self.progress.stored())
+        )
         if not all(group.stored for group in groups):
             return None
         return groups if self.size.are(groups) >= self.size.units or input_done else None
@@ -231,7 +245,7 @@ class BatchSelection:
         record = Leased(
             step=step,
             trainer=trainer,
-            run_epoch=self.progress.run_epoch,
+            run_epoch=self.progress.course(trainer).run_epoch,
             groups=[group.number for group in groups],
         )
         if self.replay is not None:

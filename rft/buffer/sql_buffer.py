@@ -6,43 +6,51 @@ machines share it.
                         (a slot each)   (one database)           (a lease per step)
 
 The interface is that of `ExperienceBuffer`; any number of processes have one each on the same
-tables. Every call is a transaction that decides about rows that it has locked, so what holds for
-one process holds for all. The oldest groups are taken first. Waiting is looking again: at once
-after a change by this process, every WATCH_S after one by another.
+tables. What happens is a record, numbered under the lock of the buffer's row; every process replays
+all of them into its own `Progress`, and decides by it while it has the lock, so what holds for one
+process holds for all, and the rules are those of the queue. The oldest groups are taken first.
+Waiting is looking again: at once after a change by this process, every WATCH_S after one by
+another.
 
 A process says every `lease_s / 4` seconds that it lives. Groups of an explorer that is silent for
-`lease_s` are not waited for, until it comes back. Leases of a trainer that is silent for so long,
-of steps that its newest checkpoint does not have, are given to a trainer that asks; the silent one
-is told when it comes back, before it can save what it made of them.
+`lease_s` are not waited for, until it comes back. Batches of a trainer that is silent for so long,
+of steps that its newest checkpoint does not have, are handed to a trainer that asks; the silent one
+is told by its next call. Both are records, too.
 
-Invariants: a group is held by at most one trainer, for one step; a step of a trainer has one batch,
-which comes again after a restart; experiences are deleted only when no checkpoint that could need
-them is retained.
+Invariants: `Progress`'s, for all processes together; experiences, in rows of their own, are deleted
+only when no checkpoint that could need them is retained.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
-import msgspec
 import sqlalchemy as sql
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine
 
+from rft.buffer import progress as records
 from rft.buffer.calls import BatchedCalls, Waiters
-from rft.buffer.delivery import Delivery, Facts, bad_reward, facts_of
-from rft.buffer.progress import StepSize
-from rft.buffer.sql_lives import Lives
+from rft.buffer.delivery import Delivery, bad_reward
+from rft.buffer.progress import Group, StepSize
+from rft.buffer.selection import BatchSelection
+from rft.buffer.sql_events import Events
+from rft.buffer.sql_lives import TRAINER, Lives, Parties
 from rft.buffer.sql_patience import LONGEST_NAP_S, NAP_S, RETRY_S, failure, passes
-from rft.buffer.sql_steps import WAIT, Lost, Steps
-from rft.buffer.sql_tables import Tables, connect, create
+from rft.buffer.sql_schema import Tables
+from rft.buffer.sql_tables import connect, create
+from rft.buffer.sql_turns import Decisions, Put, SharedTurns, counted, put_of
 from rft.config import ExperienceBufferConfig
 from rft.ground.experience import encode
 
+WAIT = object()  # not now: look again after a change
 WATCH_S = 0.2  # between two looks at what other processes have changed
 COUNTERS = (
     "experiences",
@@ -57,7 +65,6 @@ COUNTERS = (
 )
 
 logger = logging.getLogger(__name__)
-_rows = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
 class SqlBuffer(BatchedCalls):
@@ -87,12 +94,22 @@ class SqlBuffer(BatchedCalls):
         self._tables = Tables(config.name)
         self._engine = connect(str(config.path))
         create(self._engine, self._tables)
-        size = StepSize(tasks_per_step, experiences_per_step)
+        self.size = StepSize(tasks_per_step, experiences_per_step)
+        self.max_staleness = max_staleness
+        self._events = Events(self._tables)
+        self._progress = self._events.progress
+        self._selection = BatchSelection(
+            *(self._progress, self.size, max_staleness),
+            trainer=f"{owner}/trainer",
+            in_order=max_staleness is not None,
+        )
         self._lives = Lives(self._tables, config.lease_s, clock)
-        self._steps = Steps(self._tables, size, max_staleness, self._lives)
+        self._parties = Parties(self._events, self._lives)
+        self._turns = Decisions(self._events, self._selection, self._parties)
         self._pool = ThreadPoolExecutor(
             1 if self._engine.dialect.name == "sqlite" else 4, thread_name_prefix="buffer"
         )
+        self._shared = SharedTurns(self._events, self._pool)
         self._explorers: dict[str, int] = {}  # attached to this process, and as which incarnation
         self._trainer: tuple[str, int] | None = None  # attached to this process, and its run epoch
         self._attempt = 0
@@ -124,15 +141,14 @@ class SqlBuffer(BatchedCalls):
         me = f"{self.owner}/{name}"
 
         def attach(db: Connection) -> dict[str, Any]:
-            self._explorers[me], cursor = self._steps.attach_explorer(db, me)
-            reissue = self._steps.unfinished(db, me)
-            told = self._steps.told(db, me)
+            self._explorers[me] = self._parties.attach_explorer(db, me)
+            unfinished = self._progress.unfinished(me)
             return {
-                "cursor": cursor,
-                "reissue": reissue,
-                "run_epoch": self._epoch(db),
-                "told": told,
-                "heard": None,
+                "cursor": self._progress.cursors.get(me),
+                "reissue": [(group.number, group.task) for group in unfinished],
+                "run_epoch": self._now()["run_epoch"],
+                "told": list(self._progress.told.get(me, [])),
+                "heard": self._progress.next_group - 1,
             }
 
         found = await self._do(attach, patience=self._patience)
@@ -150,25 +166,21 @@ class SqlBuffer(BatchedCalls):
         me, tried = f"{self.owner}/{explorer}", list[int]()
 
         def admit(db: Connection) -> list[int] | object:
-            self._steps.lock_buffer(db)
-            self._check_explorer(db, me)
+            self._parties.check_explorer(db, me, self._explorers.get(me))
             # an earlier try may have been committed, though its answer was lost
-            if tried and self._steps.is_running(db, me, tried[0]):
+            mine = (self._progress.waiting.get(group) for group in tried)
+            if tried and all(group is not None and group.explorer == me for group in mine):
                 return tried
-            tried.clear()
-            numbers = tried
-            for (task, cursor), made in zip(tasks, most or [None] * len(tasks), strict=True):
-                free = self._steps.may_admit(
-                    db, f"{self.owner}/trainer", self._published, self.total_steps
-                )
-                if free is not True:
-                    return WAIT if free is WAIT and not numbers else numbers
-                numbers.append(
-                    self._steps.issue(
-                        db, me, task, encode(cursor), self._version_now(), self._epoch(db), made
-                    )
-                )
-            return numbers
+            tried[:] = self._progress.begun(me, tasks, heard)
+            if tried:
+                return tried
+            self._parties.look(db)
+            asked = zip(tasks, most or [None] * len(tasks), strict=True)
+            for (task, cursor), made in takewhile(lambda _: self._may_admit(), asked):
+                tried.append(self._progress.next_group)
+                begins = {"group": tried[-1], "explorer": me, "most": made, **self._now()}
+                self._events.add(records.Issued(task=task, cursor=cursor, **begins))
+            return tried if tried or self._selection.is_supplied(self.total_steps) else WAIT
 
         async with self._admission:
             numbers = await self._until(admit)
@@ -181,20 +193,18 @@ class SqlBuffer(BatchedCalls):
 
     async def readmit(self, explorer: str, group: int) -> None:
         """Wait until an unfinished group from `attach_explorer` may start again."""
-        me, tries = f"{self.owner}/{explorer}", 0
+        me = f"{self.owner}/{explorer}"
 
         def readmit(db: Connection) -> bool | object:
-            nonlocal tries
-            self._check_explorer(db, me)
-            if tries and self._steps.is_running(db, me, group):
-                return True
-            if not self._steps.is_free(db, f"{self.owner}/trainer", group, self._published):
+            self._parties.check_explorer(db, me, self._explorers.get(me))
+            self._parties.look(db)
+            if not self._selection.may_restart(group, self._published):
                 return WAIT
-            tries += 1
-            if not self._steps.restart(db, me, group, self._version_now(), self._epoch(db)):
+            if group not in {unfinished.number for unfinished in self._progress.unfinished(me)}:
                 raise ValueError(
                     f"group {group} is not an unfinished group of explorer {explorer!r}"
                 )
+            self._events.add(records.Restarted(group=group, **self._now()))
             return True
 
         if await self._until(readmit) is WAIT:
@@ -214,43 +224,32 @@ class SqlBuffer(BatchedCalls):
         """`put` each, in one transaction: all of them, or none and an error."""
         given = []
         for group, experiences, told in puts:
-            facts, rows = facts_of(experiences), _rows.decode(experiences)
-            if not rows:
-                raise ValueError(
-                    f"group {group} has no experiences: abandon it with a reason instead"
-                )
-            if why := self._refused(facts, rows):
+            one = put_of(group, experiences, told)
+            if why := self._refused(one):
                 await self.abandon(group, why)
             else:
-                tasks = [row.task for row in msgspec.msgpack.decode(experiences, type=list[_Task])]
-                given.append((group, rows, facts, tasks, told))
+                given.append(one)
         if not given:
             return
-        given.sort(key=lambda one: one[0])  # rows are locked in one order by all
         tried = set[int]()
 
         def put(db: Connection) -> set[int]:
             """The groups that this call has stored, by an earlier try or now."""
-            stored = set[int]()
-            for group, *content in given:
-                if self._steps.is_open(db, group):
-                    self._steps.store(db, group, *content)
-                    stored.add(group)
-            tried.update(stored)
-            return tried
+            tried.update(self._turns.store(db, given))
+            return set(tried)
 
         stored = await self._do(put, patience=self._patience)
-        for group, rows, *_ in given:
-            is_new = group in stored
-            stored.discard(group)
+        for one in given:
+            is_new = one.group in stored
+            stored.discard(one.group)
             self._counts["duplicate_puts"] += not is_new
-            self._counts["experiences"] += len(rows) if is_new else 0
-            self._counts["short_groups"] += is_new and len(rows) < self.repeat_times
+            self._counts["experiences"] += len(one.rows) if is_new else 0
+            self._counts["short_groups"] += is_new and len(one.rows) < self.repeat_times
 
-    def _refused(self, facts: list[Facts], rows: list[msgspec.Raw]) -> str:
+    def _refused(self, given: Put) -> str:
         """Why a group is not stored, counted; empty if it is."""
-        largest = max(len(row) for row in rows)
-        if why := bad_reward(facts):
+        largest = max(len(row) for row in given.rows)
+        if why := bad_reward(given.facts):
             self._counts["bad_rewards"] += 1
         elif largest > self.max_bytes:
             self._counts["oversized_groups"] += 1
@@ -265,12 +264,12 @@ class SqlBuffer(BatchedCalls):
 
         tries = 0
 
-        def abandon(db: Connection) -> bool:
+        def abandon(_: Connection) -> bool:
             nonlocal tries
-            if not self._steps.is_open(db, group):
+            if self._turns.open_group(group) is None:
                 return tries > 0
             tries += 1
-            self._steps.fail(db, group, reason)
+            self._events.add(records.GroupFailed(group=group, reason=reason))
             return True
 
         if await self._do(abandon, patience=self._patience):
@@ -288,7 +287,8 @@ class SqlBuffer(BatchedCalls):
             await self._notify()
         else:
             me = f"{self.owner}/{explorer}"
-            await self._do(lambda db: self._steps.done(db, me), patience=self._patience)
+            ended = records.InputEnded(explorer=me)
+            await self._do(lambda _: self._events.add(ended), patience=self._patience)
 
     # Trainer
 
@@ -301,9 +301,16 @@ class SqlBuffer(BatchedCalls):
         me = f"{self.owner}/{trainer}"
 
         def attach(db: Connection) -> dict[str, Any]:
-            self._steps.attach_trainer(db, me, step, run_epoch)
-            self._done_before = self._steps.stored_units(db)
-            return self._steps.position(db, me)
+            self._turns.check_resume(me, step, run_epoch)
+            self._events.add(records.Resumed(step=step, run_epoch=run_epoch, trainer=me))
+            self._lives.enter(db, TRAINER, [me])
+            self._done_before = self._progress.done(self.size)
+            return {
+                "replay": self._progress.course(me).replays(step),
+                "next_step": self._progress.course(me).next_step,
+                "stored": len(self._progress.stored()),
+                "waiting": len(self._progress.awaited()),
+            }
 
         found = await self._do(attach)
         self._trainer, self._attempt = (me, run_epoch), self._attempt + 1
@@ -334,20 +341,22 @@ class SqlBuffer(BatchedCalls):
             return encode(Delivery(step=step))
         me, epoch = f"{self.owner}/{trainer}", self._trainer[1] if self._trainer else 0
 
-        def take(db: Connection, incomplete: bool = False) -> tuple[bool, bool, int] | object:
-            """Whether there is a batch, whether from before, and how many of it are too late."""
+        def take(db: Connection, incomplete: bool = False) -> _Taken | object:
             if attempt != self._attempt:
                 raise RuntimeError(f"take({step}): another trainer has attached since")
-            self._steps.lock_trainer(db, me, epoch)
-            lease = self._steps.lease(db, me, step)
-            if lease is not None:
-                return True, lease != epoch, 0
-            numbers = self._steps.choose(
-                db, me, step, min_model_version, self._input_done, incomplete
-            )
-            if numbers is WAIT or not numbers:
-                return WAIT if numbers is WAIT else (False, False, 0)
-            return True, False, len(self._steps.take(db, me, step, epoch, numbers))
+            course, late = self._parties.trainer(me, epoch), list[int]()
+            if step not in course.leases:
+                if step != course.next_step:
+                    raise ValueError(f"cannot take step {step}: the next one is {course.next_step}")
+                groups = self._turns.choose(
+                    db, me, step, min_model_version, self._input_done, incomplete
+                )
+                if not groups:
+                    return WAIT if groups is None else _Taken([])
+                late = self._selection.late(step, groups)
+                self._events.add(self._selection.lease(step, me, groups))
+            lease = course.leases[step]
+            return _Taken(list(lease.groups), lease.run_epoch != epoch, len(late))
 
         found = await self._until(take, or_stopped=True)
         if found is WAIT and not self._stopped:
@@ -362,14 +371,13 @@ class SqlBuffer(BatchedCalls):
                 f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): "
                 f"is an explorer alive? ({await self._where()})"
             )
-        is_batch, replayed, late = found
-        self._counts["over_stale_groups"] += late
-        # a transaction of its own: the groups are not locked for as long as they are read
-        read = partial(self._steps.parts, trainer=me, run_epoch=epoch, step=step)
-        parts = await self._do(read, tells=False) if is_batch else []
-        return encode(
-            Delivery(step=step, parts=parts, replayed=replayed, waited_s=loop.time() - begin)
-        )
+        assert isinstance(found, _Taken)
+        self._counts["over_stale_groups"] += found.late
+        # a transaction of its own: nobody waits for as long as they are read
+        read = partial(self._turns.parts, trainer=me, step=step, groups=found.groups)
+        parts = await self._do(read, tells=False, how=Engine.begin) if found.groups else []
+        waited_s = loop.time() - begin
+        return encode(Delivery(step=step, parts=parts, replayed=found.replayed, waited_s=waited_s))
 
     async def consumed(self, step: int) -> None:
         """The trainer has finished `step`.
@@ -377,7 +385,15 @@ class SqlBuffer(BatchedCalls):
         Raises if the batch was given to another trainer meanwhile.
         """
         me, epoch = self._trainer or ("", 0)
-        await self._do(lambda db: self._steps.consumed(db, me, epoch, step))
+
+        def consume(_: Connection) -> None:
+            course = self._parties.trainer(me, epoch)
+            if step not in course.leases and step >= course.finished:
+                raise self._parties.lost(me)
+            if step >= course.finished:  # or it comes again
+                self._events.add(records.Consumed(step=step, trainer=me))
+
+        await self._do(consume)
 
     async def published(self, version: int, run_epoch: int | None = None) -> None:
         """This process's engines serve `version`."""
@@ -386,50 +402,59 @@ class SqlBuffer(BatchedCalls):
             return
         if self._published is None or version > self._published:
             self._published = version
-            self._done_before = await self._do(self._steps.stored_units)
+            self._done_before = await self._do(
+                lambda _: self._progress.done(self.size), tells=False, how=self._events.looking
+            )
         await self._notify()
 
     async def wants_weights(self, interval: int) -> bool:
         """Whether the explorers of this process ask for a newer
         version; asked by the trainer after a step.
         """
-        if self._published is None:
+        published, before = self._published, self._done_before
+        if published is None:
             return False
-        return await self._do(
-            lambda db: self._steps.asks(
-                db,
-                f"{self.owner}/trainer",
-                int(self._published or 0),
-                self._done_before,
-                interval,
-            )
-        )
+
+        def asks(db: Connection) -> bool:
+            self._parties.look(db)
+            limits = (interval, self.size, self.max_staleness, f"{self.owner}/trainer")
+            return self._progress.asks(published, before, *limits)
+
+        return await self._do(asks, tells=False)
 
     # Checkpoints
 
     async def position(self) -> int:
         """A number to store in a checkpoint; the trainer's step is all that a resume needs."""
-        return (await self._do(self._steps.count))["issued"]
+        return (await self._count())["issued"]
 
     async def saved(self, step: int) -> None:
         """A checkpoint of `step` is complete: the batches before it are the trainer's for good."""
-        me = self._trainer[0] if self._trainer else ""
-        await self._do(lambda db: self._steps.saved(db, me, step))
+        me, epoch = self._trainer or ("", 0)
+
+        def save(_: Connection) -> None:
+            if step > self._parties.trainer(me, epoch).saved:
+                self._events.add(records.StepSaved(step=step, trainer=me))
+
+        await self._do(save)
 
     async def retain(self, position: int, step: int | None = None) -> None:
         """Experiences of steps before `step` may go: no retained
         checkpoint of this trainer is older.
         """
         me = self._trainer[0] if self._trainer else ""
-        if step is not None:
-            await self._do(lambda db: self._steps.forget(db, me, step))
+
+        def forget(db: Connection) -> None:
+            if step is not None:
+                self._turns.forget(db, me, step)
+
+        await self._do(forget)
 
     # The supervisor
 
     async def stats(self) -> dict[str, Any]:
-        found = await self._do(self._steps.count, tells=False)
         return {
-            **found,
+            **(await self._count()),
             "published": self._published,
             **{name: self._counts[name] for name in COUNTERS},
         }
@@ -461,22 +486,29 @@ class SqlBuffer(BatchedCalls):
         change: Callable[[Connection], Any],
         tells: bool = True,
         patience: float = RETRY_S,
+        how: Callable[[Engine], AbstractContextManager[Connection]] | None = None,
     ) -> Any:
-        """One transaction, in a thread; again for `patience` seconds after an error that passes,
+        """In a transaction, in a thread; again for `patience` seconds after an error that passes,
         also where it was committed and only the answer got lost. `tells`: it may have changed what
-        others here wait for.
+        others here wait for. `how`: where it is no turn.
         """
 
-        def run() -> Any:
-            with self._engine.begin() as db:
+        def look() -> Any:
+            assert how is not None
+            with how(self._engine) as db:
                 return change(db)
+
+        def once() -> Awaitable[Any]:
+            if how is None:
+                return self._shared(self._engine, change)
+            return loop.run_in_executor(self._pool, look)
 
         loop = asyncio.get_running_loop()
         deadline, nap = loop.time() + patience, NAP_S
         while True:
             self._waits.check_open()
             try:
-                found = await loop.run_in_executor(self._pool, run)
+                found = await once()
                 break
             except sql.exc.SQLAlchemyError as error:
                 failed = failure(error)
@@ -529,28 +561,39 @@ class SqlBuffer(BatchedCalls):
                 return
 
     async def _beat_once(self) -> None:
-        trainer = self._trainer[0] if self._trainer else None
-        beat = partial(self._lives.beat, explorers=list(self._explorers), trainer=trainer)
+        trainer, explorers = self._trainer[0] if self._trainer else None, sorted(self._explorers)
+
+        def beat(db: Connection) -> bool:
+            self._lives.beat(db, explorers, trainer)
+            return any(self._progress.explorers[name].silent for name in explorers)
+
         # whether the database is away for too long is said by the calls that need it
-        await self._do(beat, tells=False, patience=self._patience)
+        how, patience = self._events.looking, self._patience
+        if await self._do(beat, tells=False, patience=patience, how=how):
+            await self._do(partial(self._parties.back, explorers=explorers), patience=patience)
 
-    def _check_explorer(self, db: Connection, name: str) -> None:
-        if self._steps.incarnation(db, name) != self._explorers.get(name):
-            raise Lost(
-                f"another process has begun as explorer {name}: "
-                "give every explorer of a run its own explorer.name"
-            )
+    def _may_admit(self) -> bool:
+        return self._selection.may_admit(self._published, self.total_steps)
 
-    def _epoch(self, db: Connection) -> int:
-        return self._steps.run_epoch(db, f"{self.owner}/trainer")
+    def _now(self) -> dict[str, Any]:
+        version = None if self.max_staleness is None else self._published
+        epoch = self._progress.course(f"{self.owner}/trainer").run_epoch
+        return {"version": version, "run_epoch": epoch}
 
-    def _version_now(self) -> int | None:
-        return None if self._steps.max_staleness is None else self._published
+    async def _count(self) -> dict[str, int]:
+        return await self._do(
+            lambda _: counted(self._progress), tells=False, how=self._events.looking
+        )
 
     async def _where(self) -> str:
-        found = await self._do(self._steps.count, tells=False)
+        found = await self._count()
         return f"{found['ready_groups']} groups ready, {found['running_groups']} running"
 
 
-class _Task(msgspec.Struct):
-    task: str = ""
+@dataclass(frozen=True)
+class _Taken:
+    """Without groups: nothing will ever come."""
+
+    groups: list[Group]
+    replayed: bool = False
+    late: int = 0

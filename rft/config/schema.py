@@ -290,8 +290,8 @@ class TrainerConfig(Section):
     )
     max_restarts: Annotated[
         NonNegInt,
-        "how often within an hour ranks that died are started again; 0: the run ends with the "
-        "first. Under torchrun its own --max-restarts counts",
+        "how often within an hour ranks that died, or their launcher, are started again; 0: the "
+        "run ends with the first. Under torchrun its own --max-restarts counts",
     ] = 3
     collective_timeout: Annotated[PosFloat, "seconds"] = 1800.0
 

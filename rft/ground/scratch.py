@@ -6,10 +6,11 @@ tell from others: what it leaves behind is found and removed when it is dead. St
 
 In: nothing. Out: `take`, a directory; `enter`, one for this process; `sweep`, which removes those
 of dead owners, with the shared memory that vLLM's workers named in them, that which `note` has seen
-an owner's processes map, and what a Ray of the owner has left. Invariants: only what is this user's
-and what nobody holds is removed; where there is no such place (no locks, no room, a temporary
-directory with a long name) everything works as without it. Caches of compilers stay where they
-were: they are not of one run.
+an owner's processes map or that was made as the owner died, and what a Ray of the owner has left.
+Invariants: only what is this user's and what nobody holds is removed (nobody whose process can be
+seen: containers that share /dev/shm share process numbers too); where there is no such place (no
+locks, no room, a temporary directory with a long name) everything works as without it. Caches of
+compilers stay where they were: they are not of one run.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,7 @@ SEGMENTS = "vllm_dist_"  # a file that vLLM's workers meet at; their segments ha
 # Python's, with names that say nothing of an owner: who has mapped them has
 NAMELESS = re.compile(r"/dev/shm/((?:psm_|sem\.mp-)\S+)")
 SEEN = "shared_memory"  # in a directory: names and inodes
+UNSEEN_S = 5.0  # between two looks of an owner, and some more
 RAY = (
     "ray_sessions"  # in a directory: the process that started a Ray, and where that keeps its files
 )
@@ -61,6 +63,7 @@ class Scratch:
             if is_new or self._was_new:
                 self._add(there & _mapped(processes()))
             self._there, self._was_new = there, is_new
+            (self.directory / SEEN).touch()  # when this one looked last
 
     def _add(self, names: set[str]) -> None:
         for name in names - set(self.seen):
@@ -122,6 +125,7 @@ def sweep() -> list[Path]:
             directory = lock.with_suffix("")
             try:
                 if (descriptor := durable.lock(lock)) is not None:
+                    _free_unseen(directory)
                     _remove(directory)
                     os.close(descriptor)
                     swept.append(directory)
@@ -177,12 +181,35 @@ def free_segments(directory: Path) -> None:
     if not (told := directory / SEEN).exists():
         return
     lines = [line.split() for line in told.read_text(encoding="utf-8").splitlines()]
-    used = _mapped(int(name) for name in os.listdir("/proc") if name.isdigit())
+    used = _mapped(_everybody())
     for name, inode in lines:
         segment = SHARED_MEMORY / name
         with contextlib.suppress(FileNotFoundError):  # given back
             if name not in used and segment.stat().st_ino == int(inode):
                 segment.unlink()
+
+
+def _free_unseen(directory: Path) -> None:
+    """Remove what nobody has and what was made when its dead owner looked last, or soon after: the
+    owner's death came before its next look.
+    """
+    if not (told := directory / SEEN).exists():
+        return
+    looked, used = told.stat().st_mtime, _mapped(_everybody())
+    for segment in SHARED_MEMORY.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found = segment.lstat()
+            if (
+                NAMELESS.fullmatch(f"/dev/shm/{segment.name}")
+                and segment.name not in used
+                and found.st_uid == os.getuid()
+                and abs(found.st_ctime - looked) <= UNSEEN_S
+            ):
+                segment.unlink()
+
+
+def _everybody() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
 def _mapped(processes: Iterable[int]) -> set[str]:

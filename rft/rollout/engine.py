@@ -47,7 +47,12 @@ from rft.ground.process import ending
 from rft.monitor import trace
 from rft.monitor.logs import STACKS_SIGNAL
 from rft.rollout.adapter_serving import ServedAdapter
-from rft.rollout.engine_weights import EngineWeights
+from rft.rollout.engine_weights import (
+    EngineDied,
+    EngineUnavailable,
+    EngineWeights,
+    tells_its_death,
+)
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -77,14 +82,6 @@ QUIET = {
     "GLOO_SOCKET_IFNAME": "lo",  # an engine's workers are on one machine
     "TOKENIZERS_PARALLELISM": "false",
 }
-
-
-class EngineUnavailable(RuntimeError):
-    """This engine does not serve; another one may."""
-
-
-class EngineDied(EngineUnavailable):
-    """The engine's processes or its actor are gone; the message names the engine and the cause."""
 
 
 class RolloutEngine(EngineWeights):
@@ -219,6 +216,7 @@ class RolloutEngine(EngineWeights):
 
     # --- serving ----------------------------------------------------------------------------------
 
+    @tells_its_death
     async def generate(self, request: bytes) -> bytes:
         """Encoded `GenerateRequest` in, encoded `list[Completion]` (n
         of them) out, when all are finished.
@@ -252,19 +250,15 @@ class RolloutEngine(EngineWeights):
         self, asked: GenerateRequest, params: "SamplingParams", served: ServedAdapter | None
     ) -> "RequestOutput":
         from vllm.inputs import TokensPrompt
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         llm = self._healthy()
         prompt = TokensPrompt(prompt_token_ids=asked.prompt)
         if self._kv == "keep":
             prompt["cache_salt"] = f"weights {self._version}"
         output: RequestOutput | None = None
-        try:
-            lora = served.request() if served else None
-            async for made in llm.generate(prompt, params, asked.request_id, lora_request=lora):
-                output = made
-        except EngineDeadError as error:
-            raise EngineDied(f"{self.name} died while it served {asked.request_id}") from error
+        lora = served.request() if served else None
+        async for made in llm.generate(prompt, params, asked.request_id, lora_request=lora):
+            output = made
         assert output is not None and output.finished, (
             "vLLM ended a request without its final output"
         )

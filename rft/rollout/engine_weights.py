@@ -13,11 +13,12 @@ pass, closed while weights are installed and while the engine sleeps.
 """
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
@@ -52,6 +53,37 @@ WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's words for the parts of an engin
 # of vLLM's sleep: 2 would forget the weights, and a round that fails leaves the old ones to be
 # served
 LEVEL = 1
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+class EngineUnavailable(RuntimeError):
+    """This engine does not serve; another one may."""
+
+
+class EngineDied(EngineUnavailable):
+    """The engine's processes or its actor are gone; the message names the engine and the cause."""
+
+
+def tells_its_death(
+    method: Callable[Concatenate["EngineWeights", P], Awaitable[T]],
+) -> Callable[Concatenate["EngineWeights", P], Awaitable[T]]:
+    """What vLLM raises becomes an error of ours: who asked from another process loads its type, and
+    vLLM's own would load all of vLLM, which takes seconds.
+    """
+
+    @functools.wraps(method)
+    async def call(engine: "EngineWeights", *args: P.args, **named: P.kwargs) -> T:
+        try:
+            return await method(engine, *args, **named)
+        except Exception as error:
+            kind = type(error)
+            if kind.__module__.partition(".")[0] != "vllm":
+                raise
+            ours = EngineDied if kind.__name__ == "EngineDeadError" else RuntimeError
+            what = f"{engine.name}, {method.__name__}: {first_line(error)}"
+            raise ours(what) from error
+
+    return call
 
 
 class EngineWeights:
@@ -121,6 +153,7 @@ class EngineWeights:
     async def worker_offers(self) -> list[WorkerOffer]:
         return self.offers
 
+    @tells_its_death
     async def disband(self, generation: int) -> None:
         """Workers wait no more for groups of `generation` or before, which will not come
         together.
@@ -133,6 +166,7 @@ class EngineWeights:
         known = self._holding.generation
         self._holding = replace(self._holding, generation=max(known, generation))
 
+    @tells_its_death
     async def init_weights(self, info: TrainerInfo) -> None:
         """Join the trainer's weight streams."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -155,6 +189,7 @@ class EngineWeights:
                     max(lost, default=""),
                 ) from error
 
+    @tells_its_death
     async def stage(self, coming: Round) -> Received:
         """Receive a round beside the decoding. Returns the first worker's report, or that of a
         worker for which the trainer has moved on (`missed`). Of a `direct` round nothing is
@@ -173,11 +208,13 @@ class EngineWeights:
             )
         return first
 
+    @tells_its_death
     async def commit(self, coming: Round) -> Installed:
         """Install what was staged (or, direct, receive it now); see `_install`."""
         with trace.overlapping("install weights", version=coming.version):
             return await self._install(coming)
 
+    @tells_its_death
     async def load_weights_from(self, path: str, version: int) -> Installed:
         """Install the safetensors of a Hugging Face directory as `version`: the same round, from
         files.
@@ -201,6 +238,7 @@ class EngineWeights:
         mark = (coming.epoch, coming.version) if coming.epoch >= 0 else None
         self._holding = replace(self._holding, mark=mark, digest=coming.digest)
 
+    @tells_its_death
     async def sleep(self, patience: float) -> dict[str, Any]:
         """Leave the devices to the trainer until the next round wakes this engine; see
         `Turns`.

@@ -175,11 +175,13 @@ class Explorer:
         }
 
     async def resume(self) -> None:
-        """Go on with what the process before was let do."""
-        self.prepared.set()
+        """Go on with what the process before was let do, before anybody hears that this one is
+        there: it would be told that nothing is under way.
+        """
         name = self.config.name
         if self.buffer is not None and await self._ask(ExperienceBuffer.is_let_go, name):
-            await self.explore()
+            await self._begin()
+        self.prepared.set()
 
     async def attempt(self, task: bytes) -> list[bytes]:
         """The experiences of one task, kept nowhere: for whoever looks at every token of them."""
@@ -200,6 +202,9 @@ class Explorer:
         trainer that came back) changes nothing.
         """
         await self.prepared.wait()
+        await self._begin()
+
+    async def _begin(self) -> None:
         assert self.buffer is not None, "explore needs a buffer"
         await self._ask(ExperienceBuffer.let_go, self.config.name)
         self.may_sample.set()

@@ -14,6 +14,7 @@ deadline, so the supervisor hears signals at any time; `close` ends every actor 
 and nothing is started again from then on.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -26,7 +27,7 @@ from rft import config as configs
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.checkpoint import fence
 from rft.config import Config, LogConfig
-from rft.ground import plugins, scratch, surroundings
+from rft.ground import plugins, redact, scratch, surroundings
 from rft.ground.device import (
     network_environment,
     quiet_environment,
@@ -45,7 +46,8 @@ from rft.run.cards import VISIBLE
 from rft.run.control_socket import ControlSocket
 from rft.run.fleet import EngineFleet, PartFailed
 from rft.run.parts import ActorSpec
-from rft.run.restarts import Restarts
+from rft.run.restarts import Restarts, pause_s
+from rft.sync.lead import is_reborn
 from rft.sync.synchronizer import SynchronizerHandle
 from rft.trainer import control
 
@@ -64,7 +66,7 @@ RETURNS = {
     "explorer": "with the tasks under way",
     "synchronizer": "and asks the engines what they hold",
 }
-PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0  # before one that said that it is broken begins anew
+LOOK_S = 0.5  # at what becomes of one that comes back
 Failed = Callable[[str, str, str], None]
 Work = Callable[[ExplorerHandle], None]
 T = TypeVar("T")
@@ -393,22 +395,36 @@ class Actors:
         log.warning("%s: %s", part, why)
         self.say(f"{part}: {why}; it comes back {RETURNS[part]} ({restarts.told()})")
         if says_itself(error):
-            if self.ending.wait(min(PAUSE_S * 2 ** (restarts.used - 1), LONGEST_PAUSE_S)):
+            if self.ending.wait(pause_s(restarts.used)):
                 return False
             ray.kill(handle.actor, no_restart=False)
         try:
-            # of the new one: Ray asks it as soon as it is there
-            log.info(
-                "%s: process %d",
-                part,
-                ray.get(handle.ask(Watched.process), timeout=control.START_S),
-            )
+            self._await_return(part, handle, restarts)
             self._tell(part)
         except Exception as told:  # it died again, and says so to its watch, or does not come back
             if not self._is_death(told):
                 self._fail(part, phase, told)
                 return False
         return True
+
+    def _await_return(self, part: str, handle: ActorHandle[Any], restarts: Restarts) -> None:
+        """Until the new process answers: Ray asks it as soon as it is there. One that could not be
+        made is followed by another one, as long as there may be.
+        """
+        import ray
+
+        asked, why = handle.ask(Watched.process), unmade(self.log_dir / f"{part}.log")
+        deadline, heard = time.monotonic() + control.START_S, 0
+        while not ray.wait([asked], timeout=LOOK_S)[0]:
+            for cause in causes(why)[heard:]:
+                heard += 1
+                if not restarts.allow(cause):
+                    raise PartFailed(part, restarts.cause())
+                self.say(f"{part}: {cause}; it is tried again ({restarts.told()})")
+            if self.closing or time.monotonic() > deadline:
+                raise PartFailed(part, f"it was not back in {control.START_S:g} s")
+        why.unlink(missing_ok=True)
+        log.info("%s: process %d", part, ray.get(asked, timeout=control.REPLY_S))
 
     def _tell(self, part: str) -> None:
         """A new process what the last one knew of the supervisor."""
@@ -450,6 +466,27 @@ def may_return(error: Exception) -> bool:
     return not isinstance(failed, AllTasksFail) and not isinstance(error, ActorDiedError)
 
 
+def unmade(log_file: Path) -> Path:
+    """Where an actor that comes back and cannot be made leaves why, a line each time."""
+    return log_file.with_suffix(".unmade")
+
+
+def causes(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def give_way(error: Exception) -> None:
+    """To another process, after a pause: an actor whose constructor raises would be dead for good
+    to Ray, and what failed may be over soon (a full disk).
+    """
+    log.error("it could not be made", exc_info=error)
+    path = unmade(Path(os.environ["RFT_LOG_FILE"]))
+    with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+        file.write(redact.text(f"{control.cause(error)}\n"))  # unless the disk is that full
+    time.sleep(pause_s(len(causes(path))))
+    os._exit(1)
+
+
 def hosted(
     cls: Callable[..., Any],
     log_config: LogConfig,
@@ -480,7 +517,12 @@ def hosted(
                 import ray
 
                 arguments, named = ray.cloudpickle.loads(given)
-            super().__init__(*arguments, **named)
+            try:
+                super().__init__(*arguments, **named)
+            except Exception as error:
+                if not given or not is_reborn():
+                    raise
+                give_way(error)
 
         async def process(self) -> int:
             return os.getpid()

@@ -3,7 +3,8 @@
     rft.train ──► run_stages
             ──► StageRun: `Supervisor` (Ray with buffer, engines, synchronizer, explorer: one actor
                           each), and trainer ranks under torch's launcher (`rft.run.elastic`, own
-                          OS session), whose end is an event like those of the actors
+                          OS session), whose end is an event like those of the actors; a
+                          launcher that was killed is started again
 
 In: filled and checked stage configs. Out: exit code 0, or one message that names part, phase and
 cause and that part's exit code. Ranks come and go, it outlives them. Invariant: whatever way a
@@ -12,6 +13,7 @@ role in the same directory (`rft.run.owners`) touches nothing.
 """
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -33,6 +35,7 @@ from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
 from rft.run import owners
 from rft.run.cards import VISIBLE
+from rft.run.restarts import Restarts
 from rft.run.stages import StageFailed, check_exports, finished, ready, say
 from rft.run.supervisor import (
     EXIT_CODES,
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from rft.run.actors import Work
 
 log = logging.getLogger(__name__)
+LAUNCHER = "trainer launcher"
 RANKS_SHARE = 0.7  # of the grace period: ranks save a checkpoint, actors only close files
 
 
@@ -92,6 +96,8 @@ class StageRun:
         self.job = configs.job_dir(config)
         self.ranks: subprocess.Popen[bytes] | None = None
         self.scratch: scratch.Scratch | None = None
+        self._stopping = threading.Lock()  # nobody starts ranks while somebody ends them
+        self._stopped = False
 
     def run(self) -> None:
         """Raises StageFailed unless the stage did all of its work;
@@ -137,20 +143,39 @@ class StageRun:
         if (own := scratch.take()) is not None:
             self.scratch, environment = own, environment | own.environment()
         trace.instant("ranks start")
-        self.ranks = subprocess.Popen(
-            command, env=environment | self.supervisor.environment(), start_new_session=True
-        )
-        threading.Thread(target=self._watch_ranks, args=(self.ranks,), daemon=True).start()
+        environment |= self.supervisor.environment()
 
-    def _watch_ranks(self, ranks: "subprocess.Popen[bytes]") -> None:
+        def start() -> "subprocess.Popen[bytes]":
+            return subprocess.Popen(command, env=environment, start_new_session=True)
+
+        self.ranks = start()
+        threading.Thread(target=self._watch_ranks, args=(start,), daemon=True).start()
+
+    def _watch_ranks(self, start: Callable[[], "subprocess.Popen[bytes]"]) -> None:
+        """Tell how the launcher ended; one that was killed, which ends its ranks, is started again
+        as often as failed ranks are. Its ranks go on from the newest checkpoint.
+        """
+        restarts = Restarts(self.config.trainer.max_restarts)
+        while True:
+            event = self._ended(self.ranks)
+            with self._stopping:
+                killed = event.part == LAUNCHER and self.ranks.returncode < 0
+                if self._stopped or not killed or not restarts.allow(event.cause):
+                    break
+                say(f"{LAUNCHER}: {event.cause}; it is started again ({restarts.told()})")
+                self.ranks = start()
+        if killed and restarts.used:
+            event = dataclasses.replace(event, cause=restarts.cause())
+        self.events.put(event)
+
+    def _ended(self, ranks: "subprocess.Popen[bytes]") -> Event:
         code = ranks.wait()
         record = self.log_dir / "failure.json"
         if code == 0:
-            self.events.put(Event("ranks"))
-        elif record.exists():
-            self.events.put(Event(**json.loads(record.read_text(encoding="utf-8"))))
-        else:
-            self.events.put(Event("trainer launcher", "running the ranks", ending(code)))
+            return Event("ranks")
+        if record.exists():
+            return Event(**json.loads(record.read_text(encoding="utf-8")))
+        return Event(LAUNCHER, "running the ranks", ending(code))
 
     def _wait(self) -> None:
         event = self.supervisor.first_event()
@@ -178,7 +203,9 @@ class StageRun:
         """
         if self.ranks is None or not self.supervisor.is_ready:
             return ""  # no rank has begun: there is nothing to save, and nothing to wait for
-        self.ranks.terminate()
+        with self._stopping:
+            self._stopped = True
+            self.ranks.terminate()
         seconds = self.config.shutdown_grace_s * RANKS_SHARE
         try:
             self.ranks.wait(seconds)
@@ -193,6 +220,8 @@ class StageRun:
         """Kill what is left of the ranks, then end everything else; a checkpoint agent may finish
         what it holds, within trainer.checkpoint.agent_deadline_s.
         """
+        with self._stopping:
+            self._stopped = True
         if self.ranks is not None and self.ranks.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.ranks.pid, signal.SIGKILL)

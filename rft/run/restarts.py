@@ -1,7 +1,8 @@
 """How often what has died may be started again: a budget within any hour, and the first cause.
 
 In: a death, with its cause. Out: whether it may be started again; where not, why, with the cause of
-the first death of that hour, which the later ones only follow. Pure, but for the clock.
+the first death of that hour, which the later ones only follow, and how long to wait before one
+that is broken begins anew. Pure, but for the clock.
 """
 
 import time
@@ -9,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 HOUR_S = 3600.0
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
 class Restarts:
@@ -49,3 +51,8 @@ class Restarts:
         last = self._deaths[-1][1]
         told = f"it died {len(self._deaths)} times within an hour; the first cause: {first}"
         return told if last == first else f"{told}; the last: {last}"
+
+
+def pause_s(times: int) -> float:
+    """Before one that has broken so many times begins anew: twice as long each time."""
+    return min(PAUSE_S * 2 ** max(0, times - 1), LONGEST_PAUSE_S)

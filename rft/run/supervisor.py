@@ -103,6 +103,8 @@ class Supervisor:
         self.actors = Actors(self.config, self.log_dir, self._failed, self.say, self.task)
         if self.scratch is not None:
             self.scratch.starts_ray()
+        if self.warden is not None:
+            self.warden.look()
         try:
             self.actors.start()
         except SystemExit:  # Ray's own SIGTERM handler, in place for as long as Ray starts

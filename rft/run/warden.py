@@ -2,24 +2,27 @@
 supervisor had started.
 
     Supervisor ──Warden──► python -m rft.run.warden MARK LOG_DIR CONTROL_DIR
-               ──one process number a line, then EOF──►
+               ──LOOK; one process number a line; then EOF──►
 
 Most parts are killed by the kernel with their parent; Ray's agents would try to reach their head
 for half a minute, and what foreign code left behind would stay for ever. In: the mark that all
 processes of the supervisor have in their environment, and the numbers of those that write their
-title over it (Ray's). Out: within ENDS_S + KILL_WAIT_S of the supervisor's death none of them is
-left, but checkpoint agents that still write what was staged, with their children. Invariants: it
-never ends a process that is neither marked nor told; a supervisor that ends well kills it first.
+title over it (Ray's), which it finds itself while Ray starts. Out: within ENDS_S + KILL_WAIT_S of
+the supervisor's death none of them is left, but checkpoint agents that still write what was staged,
+with their children. Invariants: it never ends a process that is neither marked nor told nor found;
+a supervisor that ends well kills it first.
 """
 
 import contextlib
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -28,7 +31,8 @@ from rft.ground.process import KILL_WAIT_S, is_marked, is_spared, kill_these
 
 MARK = "RFT_SUPERVISOR"
 ENDS_S = 2.0  # for those that end by themselves, and give back what a killed one held
-LOOK_S = 0.2
+LOOK = "look"
+LOOK_S = 0.2  # those that have begun since then are marked still
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +51,17 @@ class Warden:
             start_new_session=True,  # Ctrl-C is the supervisor's business
         )
 
+    def look(self) -> None:
+        """Until something is told: this process cannot, because Ray starts."""
+        self._say(LOOK)
+
     def tell(self) -> None:
         """All descendants of this process, as they are now."""
+        self._say(*(str(one.pid) for one in psutil.Process().children(recursive=True)))
+
+    def _say(self, *lines: str) -> None:
         assert self.process.stdin is not None
-        for process in psutil.Process().children(recursive=True):
-            self.process.stdin.write(f"{process.pid}\n".encode())
+        self.process.stdin.writelines(f"{line}\n".encode() for line in lines)
         self.process.stdin.flush()
 
     def end(self) -> None:
@@ -62,10 +72,13 @@ class Warden:
 def main(mark: str, log_dir: Path, control: Path) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm and Kubernetes tell every process
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    told = set()
-    for number in sys.stdin:
+    told: set[psutil.Process] = set()
+    for line in iter(sys.stdin.readline, ""):
+        if line.strip() == LOOK:
+            look(int(mark.split()[0]), told, sys.stdin)
+            continue
         with contextlib.suppress(psutil.NoSuchProcess):
-            told.add(psutil.Process(int(number)))  # with the time of its start: numbers come again
+            told.add(psutil.Process(int(line)))  # with the time of its start: numbers come again
     logging.basicConfig(filename=log_dir / "warden.log", format="%(asctime)s %(message)s")
     gone = time.monotonic()
     while (found := left(mark, told, control)) and time.monotonic() < gone + ENDS_S + KILL_WAIT_S:
@@ -73,6 +86,13 @@ def main(mark: str, log_dir: Path, control: Path) -> None:
             log.warning("the supervisor is gone: killing %s", found)
             kill_these(found)
         psutil.wait_procs(found, timeout=LOOK_S)
+
+
+def look(supervisor: int, found: set[psutil.Process], until: TextIO) -> None:
+    """Find its descendants, until it says more or is gone."""
+    while not select.select([until], [], [], LOOK_S)[0]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(psutil.Process(supervisor).children(recursive=True))
 
 
 def left(mark: str, told: set[psutil.Process], control: Path) -> list[psutil.Process]:

@@ -19,7 +19,7 @@ from an older checkpoint count as newer than those of the trainer before it. Thr
     idle         begin          staging      with the offered mark, if it holds less than the target
     staging      staged         committing
     staging      missed         idle         the offer was over: waits for the next one, its round
-                                             goes on without it
+                                             goes on without it, unless there is a newer one already
     committing   committed      idle         holds the mark
     connecting, staging, committing
                  unreachable    idle         not connected; for the third time in a row as `missed`,
@@ -106,8 +106,10 @@ class Members:
             member.state, member.failures, member.stale = IDLE, 0, False
 
     def offer(self, version: int) -> None:
-        """`version` can be taken now, by whoever needs weights."""
-        self.offered = (self.epoch, version)
+        """`version` can be taken now, by whoever needs weights; one that is told of after a newer
+        one is over: calls may come in another order than they were made.
+        """
+        self.offered = max(self.offered or START, (self.epoch, version))
 
     def publish(self, version: int) -> None:
         """All engines shall take `version`."""
@@ -179,7 +181,8 @@ class Members:
             member = self._from(name, STAGING)
             member.taking, member.reason = None, reason
             self._rest(member)
-            self._pass_over(name)
+            if mark == self.offered:  # a newer one it can take
+                self._pass_over(name)
 
     def committed(self, name: str, mark: Mark) -> None:
         """It holds `mark`, also when the trainer of that mark is not the newest any more."""

@@ -29,7 +29,6 @@ import asyncio
 import functools
 import logging
 import random
-import time
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
@@ -65,7 +64,8 @@ class Synchronizer:
     """Runs as one Ray actor; every method is a coroutine on its event loop.
 
     `kv` and `direct` go to the engines with a trainer and with each round. `root`: where there is
-    no trainer here, what it follows.
+    no trainer here, what it follows. `begins`: the number that generations are counted from, 0 in
+    the first process of it, in others one that none before has come near.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Synchronizer:
         kv: str = "recompute",
         direct: bool = False,
         root: str | None = None,
+        begins: Callable[[], int] = lambda: random.getrandbits(48) + 2 if is_reborn() else 0,
     ):
         self.buffer = buffer
         self.root = root
@@ -88,7 +89,7 @@ class Synchronizer:
         self._offers: dict[str, list[WorkerOffer]] = {}
         self._connected_in: dict[str, int] = {}  # generation of the rings, by engine
         # of who is admitted, and of failures: not those of a process before this one
-        self._generation = self._before = random.getrandbits(48) + 2 if is_reborn() else 0
+        self._generation = self._before = begins()
         self._admitted: list[str] = []
         self._lead = Lead(timeout * RECEIVE_SHARE, kv, direct)
         self._deposits = Deposits()
@@ -125,8 +126,8 @@ class Synchronizer:
 
         async with self._recovering:
             new = {n: handle for n, handle in engines.items() if self.handles.get(n) != handle}
-            asked = [_met(handle) for handle in new.values()]
             published = await self._published()
+            asked = [_met(handle) for handle in new.values()]
             answers = zip(new, await asyncio.gather(*asked, return_exceptions=True), strict=True)
             found: dict[str, tuple[Holding, list[WorkerOffer]]] = {}
             for name, answer in answers:
@@ -324,7 +325,8 @@ class Synchronizer:
                 f"version {version} comes from epoch {epoch}, the engines follow epoch "
                 f"{state.epoch}"
             )
-        mark, began = (state.epoch, version), time.monotonic()
+        clock = asyncio.get_running_loop().time
+        mark, began = (state.epoch, version), clock()
         self.resting = False
         self.reports.clear()
         if location is not None:
@@ -351,9 +353,7 @@ class Synchronizer:
             told = (ExperienceBuffer.published, version, state.epoch)
             await answered(lambda: self.buffer.ask(*told))
         await self._tell()
-        return rounds.numbers_of(
-            self.reports.values(), time.monotonic() - began, len(state.admitted())
-        )
+        return rounds.numbers_of(self.reports.values(), clock() - began, len(state.admitted()))
 
     async def connected(self, version: int, epoch: int | None) -> None:
         """Wait, in a new process, until the trainer has connected again. Raises NotConnected."""
@@ -372,13 +372,14 @@ class Synchronizer:
         replaced.
         """
         await self._ready()
-        began, self.resting = time.monotonic(), True
+        clock = asyncio.get_running_loop().time
+        began, self.resting = clock(), True
         found = await asyncio.gather(
             *(self._put_to_sleep(*each) for each in list(self.handles.items()))
         )
         reports = [report for report in found if report is not None]
         return {
-            "rest_s": time.monotonic() - began,
+            "rest_s": clock() - began,
             "frozen": float(sum(report["frozen"] for report in reports)),
             "answered_asleep": float(sum(report["answered_asleep"] for report in reports)),
         }

@@ -65,7 +65,9 @@ def from_journal(source: str, name: str) -> Iterator[StoredGroup]:
 
 
 def from_database(url: str, name: str) -> Iterator[StoredGroup]:
-    from rft.buffer.sql_tables import Tables, check_database, connect, stored
+    from rft.buffer.sql_schema import Tables
+    from rft.buffer.sql_tables import check_database, connect
+    from rft.buffer.sql_turns import stored
     from rft.config import ExperienceBufferConfig
 
     check_database(ExperienceBufferConfig(storage_type="sql", name=name, path=url))

@@ -1,5 +1,5 @@
 """`rft config [experiment=NAME | --config FILE] [section.key=value ...]`: the config that these
-words mean, started by nothing; `rft config --explain KEY`: what the schema says of a key.
+words mean, started by nothing; `rft config --explain KEY`: `rft.tools.explain`.
 
 In: the command line of `rft train`. Out: YAML on stdout that `rft train --config` takes: by default
 only the keys whose value differs from rft's own default, with `--all` every key; of a file, on
@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rft import config as configs
 from rft.config import Config, ConfigError, TasksetConfig
 from rft.config import file as config_file
-from rft.config.keys import shown, tables
+from rft.config.keys import shown
 from rft.ground import redact
 from rft.ground.errors import refuse, refuse_all
 
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         prog="rft config",
         usage="rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]\n"
         "       rft config [--all] --verl veRL's words\n"
-        "       rft config --explain KEY",
+        "       rft config --explain KEY [experiment=NAME | --config FILE] [section.key=value ...]",
         description="Print the composed config: what differs from the defaults.",
         allow_abbrev=False,
     )
@@ -38,32 +38,21 @@ def main(argv: list[str]) -> int:
         "--all", action="store_true", help="every key, also where the default holds"
     )
     parser.add_argument(
-        "--explain", metavar="KEY", help="what a key takes, its default and its meaning, and stop"
+        "--explain",
+        metavar="KEY",
+        help="what a key takes and means, its default here and in other systems",
     )
     options, words = parser.parse_known_args(argv)
     try:
         if options.explain:
-            print(explained(options.explain))
+            from rft.tools.explain import explained
+
+            print(explained(options.explain, composed(words)))
             return 0
         print(text(composed(words), options.all), end="")
     except ConfigError as error:
         return refuse(config_file.located(error))
     return 0
-
-
-def explained(key: str) -> str:
-    """What the schema says of a key, or of every key of a section, a line each."""
-    settings = [
-        one for _, table in tables() for one in table if f"{one.key}.".startswith(f"{key}.")
-    ]
-    if not settings:
-        raise ConfigError(configs.unknown(key))
-    return "\n".join(
-        f"{one.key}: {one.takes}; "
-        + ("must be set" if one.default == "required" else f"default {one.default or 'null'}")
-        + f"\n    {one.meaning}"
-        for one in settings
-    )
 
 
 def composed(words: list[str]) -> DictConfig:

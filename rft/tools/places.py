@@ -47,7 +47,7 @@ def find_run(text: str) -> Run:
         return Run(_opened(path), path.parent)
     if run := _job(path):
         return run
-    below = [job for job in _below(path) if _job(job)]
+    below = [job for job in jobs_below(path) if _job(job)]
     if len(below) == 1:
         run = _job(below[0])
         assert run is not None
@@ -86,7 +86,7 @@ def find_control(text: str) -> Path:
     path = Path(text).resolve()
     if not path.is_dir():
         raise InputError(f"{text}: no such directory")
-    jobs = map(fence.control_dir, [path, *_below(path)])
+    jobs = map(fence.control_dir, [path, *jobs_below(path)])
     found = [control for control in jobs if (control / NAME).is_socket()]
     if len(found) == 1:
         return found[0]
@@ -101,7 +101,7 @@ def find_control(text: str) -> Path:
     )
 
 
-def _below(path: Path) -> list[Path]:
+def jobs_below(path: Path) -> list[Path]:
     """Every directory that may be a job's, nearest first."""
     return [
         job for depth in range(1, DEPTH + 1) for job in sorted(path.glob("/".join("*" * depth)))

@@ -27,7 +27,8 @@ TABLE = """
 run/actors.py
 Actors._begin | explorer opens | `REPLY_S` | the explorer failed
 Actors._get | a part starts | `START_S` | that part failed
-Actors._again | what died is back | `START_S` | that part failed
+Actors._again | what says that it is broken begins anew | up to `LONGEST_PAUSE_S` | killed
+Actors._await_return | what died is back | `START_S` | that part failed
 Actors._tell | the explorer loads and opens | `START_S`, `REPLY_S` | the explorer failed
 Actors._watch | an actor's end | none: it is the wait for its death | it comes back, or the run \
 ends; stopped: `STOPPED_S`
@@ -50,7 +51,7 @@ EngineFleet.describe | an engine's numbers | `STATS_S` | left out
 run/launch.py
 StageRun._close | killed ranks | the kernel | no signal is stronger
 StageRun._stop_ranks | ranks save and end | `RANKS_SHARE` of `shutdown_grace_s` | killed
-StageRun._watch_ranks | torch's launcher | none: it is the wait for its end | stopped, it or a \
+StageRun._ended | torch's launcher | none: it is the wait for its end | stopped, it or a \
 rank: killed after `STOPPED_S`
 run/modes.py
 evaluate_checkpoints | engines load, sets are evaluated | `START_S`; none: `max_timeout` a task | \
@@ -73,6 +74,7 @@ Supervisor.first_event | what ends the stage | none: any part's end or failure |
 root_cause | another, earlier failure | `SETTLE_S` | the first that came is named
 run/warden.py
 Warden.end | the killed warden | the kernel | -
+look | the supervisor tells, or is gone | `LOOK_S`, again and again | it looks who is there
 main | what a killed supervisor left | `ENDS_S` | killed
 trainer/control.py
 Evaluations._collect | an evaluation | `max_timeout` and `RETURN_S` | rank 0 fails

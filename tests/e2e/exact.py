@@ -112,11 +112,17 @@ def run_healing(arguments: list[str], kills: list[tuple[int, str]]) -> list[str]
         said = []
         for step, actor in kills:
             run.wait_step(step)
-            killed = run.find(f"ray::{actor}")
-            killed.kill()
-            said.append(run.wait_for("it comes back", DETECTED_S).string)
-            await_process(run, f"ray::{actor}", killed)
+            said.append(lose_actor(run, actor))
         assert (run.end(), run.errors()) == (0, "")
+    return said
+
+
+def lose_actor(run: Run, actor: str) -> str:
+    """Kill -9 it; returns what is said of that once another process is in its place."""
+    killed = run.find(f"ray::{actor}")
+    killed.kill()
+    said = run.wait_for("it comes back", DETECTED_S).string
+    await_process(run, f"ray::{actor}", killed)
     return said
 
 

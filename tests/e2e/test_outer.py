@@ -61,14 +61,16 @@ def test_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.verify  # `test_failures` has a part that dies, the test above a run that ends well
 def test_torchrun_when_a_part_dies(tmp_path: Path) -> None:
-    """All end. The same command again goes on and ends well. Nothing is left either time."""
+    """And may not come back: all end. The same command again goes on and ends well. Nothing is left
+    either time.
+    """
     steps = {**STEPS, "rft": 30}
     command = [
         *COMMAND,
         f"checkpoint_root_dir={tmp_path}",
         f"stages.1.trainer.total_steps={steps['rft']}",
     ]
-    with torchrun(2, *command) as run:
+    with torchrun(2, *command, "cluster.max_restarts=0") as run:
         run.wait_for("reward")
         run.wait_step(3)
         run.find("ray::Explorer").kill()

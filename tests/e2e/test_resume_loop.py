@@ -1,8 +1,8 @@
 """Exact resume of the whole loop: killed with -9 again and again, a deterministic run ends as if
 nothing had happened.
 
-One run without interruption is the reference; another of the same config loses its trainer rank,
-its engine and its supervisor, and is continued. Loss, gradient norm and every other number of every
+One run without interruption is the reference; another of the same config loses every part once,
+its supervisor last, and is continued. Loss, gradient norm and every other number of every
 step, and every experience that was trained on, must be the same to the last bit.
 `tests/verify/test_resume_every_step.py` kills after each of 20 steps; `test_failures` has all other
 deaths.
@@ -18,7 +18,7 @@ from exact import (
     curve,
     deterministic,
     kill_rank,
-    run_healing,
+    lose_actor,
     run_whole,
 )
 
@@ -75,12 +75,15 @@ def check_alive(processes: list[psutil.Process]) -> None:
 def test_killed_and_continued_it_is_the_same_run(
     root: Path, reference: Path, settings: list[str]
 ) -> None:
-    arguments = deterministic(
-        root, "killed", root / "assets", f"trainer.save_interval={SAVE_INTERVAL}", *settings
-    )
+    """All parts die, each once, the buffer twice: those that come back in place do."""
+    save, budget = f"trainer.save_interval={SAVE_INTERVAL}", "cluster.max_restarts=4"
+    arguments = deterministic(root, "killed", root / "assets", save, budget, *settings)
     job = root / "rft" / "killed"
     (root / "gate").write_text(str(GATED))
     with train(*arguments) as run:
+        run.wait_step(1)
+        assert lose_actor(run, "ExperienceBuffer").startswith("buffer: its process died")
+
         run.wait_step(GATED)
         await_file(run, root / "gate.reached")
         # groups are half-way, and there is no checkpoint: the trainer starts over
@@ -97,24 +100,21 @@ def test_killed_and_continued_it_is_the_same_run(
         run.wait_for("^engine_0: serves$")
         check_alive(survivors)
 
+        run.wait_step(SAVE_INTERVAL - 1)
+        assert lose_actor(run, "Explorer").startswith("explorer: ")
+
+        run.wait_step(SAVE_INTERVAL)
+        assert "(2 of 4 within an hour)" in lose_actor(run, "ExperienceBuffer")
+
         run.wait_step(SAVE_INTERVAL + 1)
         run.process.kill()  # behind a checkpoint: a batch that was trained on is replayed
         run.process.wait()
         run.await_extinction(DIES_ALONE_S)
     assert checkpoints(job) == [SAVE_INTERVAL]
     with train(*arguments) as run:
+        run.wait_step(SAVE_INTERVAL + 1)
+        assert lose_actor(run, "Synchronizer").startswith("synchronizer: ")
         run.wait_step(SAVE_INTERVAL + 2)
         kill_rank(run, killed)
         assert (run.end(), run.errors()) == (0, "")
     assert_same(job, reference, STEPS)
-
-
-def test_buffer_explorer_and_synchronizer_come_back_into_the_same_run(
-    root: Path, reference: Path, settings: list[str]
-) -> None:
-    kills = [(1, "ExperienceBuffer"), (2, "Explorer"), (4, "Synchronizer"), (5, "ExperienceBuffer")]
-    said = run_healing(deterministic(root, "healed", root / "assets", *settings), kills)
-    parts = ["buffer", "explorer", "synchronizer", "buffer"]
-    assert [line.split(":")[0] for line in said] == parts, said
-    assert "its process died" in said[0] and "(2 of 4 within an hour)" in said[3], said
-    assert_same(root / "rft" / "healed", reference, STEPS)

@@ -7,6 +7,7 @@ a directory's changes since its last fsync any first part. A killed process lose
 the kernel has it: `release` only closes what it had open.
 """
 
+import errno
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,7 @@ class Medium:
         self.synced: dict[Path, Content] = {}
         self.changes: list[tuple[Path, Content | None]] = []  # of names since the last sync
         self.locks: dict[Path, SimulatedFiles] = {}
+        self.is_full = False
 
     def set(self, path: Path, content: Content | None) -> None:
         self.changes.append((path, content))
@@ -144,6 +146,9 @@ class SimulatedFiles(Files):
 
     def write(self, descriptor: int, data: bytes) -> None:
         content = self.of(descriptor)
+        if self.medium.is_full:  # a part of it fits
+            content.write(len(content.data), data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "no space is left")
         content.write(len(content.data), data)
 
     def put(self, descriptor: int, data: bytes) -> None:

@@ -13,7 +13,10 @@ import contextvars
 import pickle
 import random
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
+
+from ray.exceptions import RayActorError
 
 from rft.ground.protocols import ActorHandle
 from tests.simulation.disk import Killed, Medium, SimulatedFiles
@@ -23,8 +26,11 @@ class Standstill(AssertionError):
     """Everybody waits, for ever."""
 
 
-class PartGone(RuntimeError):
+class PartGone(RayActorError):
     """The process that was asked died."""
+
+    def __init__(self, name: str):
+        super().__init__(error_msg=f"{name} is gone")
 
 
 OF: contextvars.ContextVar["Process"] = contextvars.ContextVar("process")
@@ -101,6 +107,7 @@ class Process:
         self.tasks: set[asyncio.Task[Any]] = set()
         self.part: Any = None  # the object that it runs, once it is made
         self.alive = True
+        self.ended = world.loop.create_future()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         context = contextvars.copy_context()
@@ -108,6 +115,8 @@ class Process:
         return self.world.loop.create_task(work, context=context)
 
     def kill(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
         self.alive = False
         self.files.release()
         for task in list(self.tasks):
@@ -131,13 +140,10 @@ class World:
         self.processes[name] = process = Process(self, name)
         return process
 
-    def handle(self, caller: Process, name: str) -> ActorHandle[Any]:
-        """Of the process that has this name when the call comes."""
-        return ActorHandle(Remote(self, caller, name))
-
     def delay(self, *ends: str) -> float:
         drawn = self.chance.expovariate(1 / 0.01)
-        return drawn + max(0.0, self.held_until.get(frozenset(ends), 0.0) - self.loop.now)
+        places = frozenset(end.partition(".")[0] for end in ends)
+        return drawn + max(0.0, self.held_until.get(places, 0.0) - self.loop.now)
 
     async def call(
         self, caller: Process, name: str, method: str, arguments: Any, named: Any
@@ -151,7 +157,7 @@ class World:
                     raise PartGone(name)
                 continue
             arguments, named = pickle.loads(given)
-            work = target.spawn(getattr(target.part, method)(*arguments, **named))
+            work = target.spawn(answer(getattr(target.part, method), arguments, named))
             await asyncio.wait([work])
             await asyncio.sleep(self.delay(caller.name, name))
             # as Ray does: an answer is lost that was on its way when the process died
@@ -179,20 +185,34 @@ class World:
         self.loop.close()
 
 
+async def answer(method: Any, arguments: Any, named: Any) -> Any:
+    """Of an actor's method, which need not be a coroutine."""
+    result = method(*arguments, **named)
+    return await result if asyncio.iscoroutine(result) else result
+
+
 class Method:
-    def __init__(self, remote: "Remote", name: str):
-        self.own, self.name = remote, name
+    def __init__(self, actor: str, name: str):
+        self.actor, self.name = actor, name
 
     def remote(self, *arguments: Any, **named: Any) -> asyncio.Task[Any]:
-        own = self.own
-        return own.caller.spawn(own.world.call(own.caller, own.name, self.name, arguments, named))
+        caller = OF.get()
+        return caller.spawn(caller.world.call(caller, self.actor, self.name, arguments, named))
 
 
+@dataclass(frozen=True)
 class Remote:
-    """Called as Ray's handle of an actor is."""
+    """Called as Ray's handle of an actor is; of the process that has this name when a call comes.
+    Who holds it calls.
+    """
 
-    def __init__(self, world: World, caller: Process, name: str):
-        self.world, self.caller, self.name = world, caller, name
+    actor: str
 
     def __getattr__(self, name: str) -> Method:
-        return Method(self, name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Method(self.actor, name)
+
+
+def handle(name: str) -> ActorHandle[Any]:
+    return ActorHandle(Remote(name))

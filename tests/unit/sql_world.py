@@ -21,10 +21,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import sqlalchemy as sql
+
 from rft.buffer.delivery import opened
+from rft.buffer.progress import Progress
 from rft.buffer.sql_buffer import SqlBuffer
+from rft.buffer.sql_schema import Tables
+from rft.buffer.sql_tables import connect
 from rft.config import ExperienceBufferConfig
-from rft.ground.experience import Experience, VersionSpan, encode
+from rft.ground.experience import Experience, VersionSpan, decode, encode
 
 TASKS = 2
 
@@ -73,6 +79,107 @@ async def silent_but_for(clock: Clock, lease_s: float, *living: SqlBuffer) -> No
         clock.now += lease_s / 4
         for one in living:
             await one._beat_once()
+
+
+def check_views(db: sql.Connection, name: str, progress: Progress) -> None:
+    """What readers see in SQL is what processes decide by."""
+
+    def seen(kind: str, columns: str) -> set[tuple[Any, ...]]:
+        return {tuple(row) for row in db.execute(sql.text(f"select {columns} from {name}_{kind}"))}
+
+    courses, held = progress.courses.items(), progress.held().values()
+    assert seen("trainers", "name, run_epoch, version, saved, oldest_step") == {
+        (name, c.run_epoch, c.finished, c.saved, c.oldest_step) for name, c in courses
+    }
+    assert seen("explorers", "name, incarnation, done") == {
+        (name, one.incarnation, int(one.done)) for name, one in progress.explorers.items()
+    }
+    leases = [(name, step, lease) for name, c in courses for step, lease in c.leases.items()]
+    assert seen("leases", "trainer, step, run_epoch") == {
+        (name, step, lease.run_epoch) for name, step, lease in leases
+    }
+    at = {g.number: (name, step) for name, step, lease in leases for g in lease.groups}
+    known = seen("groups", "number, explorer, run_epoch, state, size, trained, trainer, step")
+    lost = {row for row in known if row[3] in ("failed", "evicted")}
+    assert known - lost == {
+        *((*(g.number, g.explorer, g.run_epoch), "stored", g.rows, g.size)
+        + at.get(g.number, (None, None)) for g in held if g.stored),
+        *((*(g.number, g.explorer, g.run_epoch), "running", *[None] * 4)
+        for g in held if not g.stored),
+    }  # fmt: skip
+    ((consumed, failed, evicted, trained),) = seen("totals", "consumed, failed, evicted, trained")
+    gone = {state: sum(row[3] == state for row in lost) for state in ("failed", "evicted")}
+    there = [g.size for g in held if g.stored]
+    assert consumed + len(there) + evicted + gone["evicted"] == progress.num_stored
+    assert (failed + gone["failed"], trained + sum(there)) == (
+        progress.num_failed,
+        progress.num_experiences,
+    )
+    assert evicted + gone["evicted"] == progress.num_evicted
+
+
+OLD_COLUMNS = {
+    "groups": "number:big explorer task:blob version:int run_epoch:int state reason size:int "
+    "trained:int most:int model_version:int stored_at:float trainer step:int told:blob",
+    "experiences": "group:big number:int task model_version:int reward:float data:blob",
+    "leases": "trainer step:int run_epoch:int at:float",
+    "trainers": "name run_epoch:int version:int saved:int oldest_step:int heard:float",
+    "explorers": "name incarnation:int cursor:blob done:int heard:float",
+    "totals": "consumed:big failed:big evicted:big trained:big",
+}
+OLD_TYPES = {"": sql.String, "big": sql.BigInteger, "int": sql.Integer, "float": sql.Float}
+OLD_TYPES |= {"blob": sql.LargeBinary}
+
+
+def older_tables(url: str, version: int, name: str = "experience_buffer") -> None:
+    """As an rft of before made them: four groups are stored, a step has two of them."""
+    engine, metadata = connect(url), sql.MetaData()
+
+    def table(kind: str) -> sql.Table:
+        found = [column.partition(":") for column in OLD_COLUMNS[kind].split()]
+        if kind == "groups" and version == 1:
+            found = [column for column in found if column[0] not in ("trained", "most")]
+        columns = [sql.Column(called, OLD_TYPES[one]) for called, _, one in found]
+        return sql.Table(f"{name}_{kind}", metadata, *columns)
+
+    filled = {
+        "groups": [
+            {
+                **{"number": number, "explorer": "p/run/e", "task": b"", "run_epoch": 0},
+                **{"state": "stored", "size": 2, "model_version": 0, "stored_at": 1.0 + number},
+                **({} if version == 1 else {"trained": 2}),
+                "trainer": "p/run/trainer" if number < 2 else None,
+                "step": 0 if number < 2 else None,
+                "told": encode(["t", 1, 0, 1.0]) if number == 1 else None,
+            }
+            for number in range(4)
+        ],
+        "experiences": [
+            {"group": group, "number": number, "task": "t", "reward": 1.0, "data": bytes(data)}
+            for group in range(4)
+            for number, data in enumerate(decode(rows(1.0, 0.0), list[msgspec.Raw]))
+        ],
+        "leases": [{"trainer": "p/run/trainer", "step": 0, "run_epoch": 1, "at": 1.0}],
+        "trainers": [
+            {"name": "p/run/trainer", "run_epoch": 1, "version": 0, "saved": 0}
+            | {"oldest_step": 0, "heard": 1.0}
+        ],
+        "explorers": [
+            {"name": "p/run/e", "incarnation": 1, "cursor": encode({"next": 4}), "done": 0}
+            | {"heard": 1.0}
+        ],
+        "totals": [dict.fromkeys(("consumed", "failed", "evicted", "trained"), 0)],
+    }
+    here = {"name": name, "version": version, "next_group": 4}
+    with engine.begin() as db:
+        Tables(name).buffers.create(db, checkfirst=True)
+        db.execute(Tables(name).buffers.insert().values(here))
+        for kind, values in filled.items():
+            if kind != "totals" or version == 3:
+                made = table(kind)
+                made.create(db)
+                db.execute(made.insert(), values)
+    engine.dispose()
 
 
 async def explore(url: str, name: str, groups: int, hang_at: int) -> None:

@@ -1,5 +1,5 @@
-"""About 500 injected faults against checkpoints, and what makes them count: a control and mutants
-that it finds guilty.
+"""Some 300 injected faults against checkpoints (`make verify`: 500 and 10,000), and what makes them
+count: a control and mutants that it finds guilty.
 
 All of it runs once, in a process without torch, which forks fast; the tests look at its last line.
 """
@@ -26,15 +26,15 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def outcome() -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.checkpoint_faults", "--quick"]
+    command = [sys.executable, "-m", "bench.checkpoint_faults", "--quick", "--count", "240"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout, done.stderr)  # shown where a test fails
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_about_five_hundred_faults_were_injected(outcome: dict[str, Any]) -> None:
-    assert outcome["counts"]["injected"] >= 490
+def test_some_three_hundred_faults_were_injected(outcome: dict[str, Any]) -> None:
+    assert outcome["counts"]["injected"] >= 280
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -8,6 +8,7 @@ staying in a page.
 import importlib.util
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from rft.extras import sweep as sweeps
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# each is done as a whole by tests/verify/test_tutorials.py
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 QUICKSTART = re.compile(r'make quickstart ARGS="(.*)"')
 RFT = re.compile(
@@ -29,10 +32,10 @@ RFT = re.compile(
 )
 
 
-def commands() -> list[tuple[str, str]]:
+def commands(pages: Sequence[Path] = PAGES) -> list[tuple[str, str]]:
     """(page, command) of every line of a shell block; lines that end in a backslash go on."""
     found = []
-    for page in PAGES:
+    for page in pages:
         for block in SHELL.findall(page.read_text(encoding="utf-8")):
             lines = block.replace("\\\n", " ").splitlines()
             found += [
@@ -48,11 +51,12 @@ def words(line: str) -> list[str]:
 
 
 CHANGED = sorted({(page, line) for page, line in commands() if QUICKSTART.match(line)})
+EVERYWHERE = commands([*PAGES, *TUTORIALS])
 OVERRIDES = sorted(
-    {(page, line) for page, line in commands() if RFT.search(line) and "--config" not in line}
+    {(page, line) for page, line in EVERYWHERE if RFT.search(line) and "--config" not in line}
 )
 TOOLS = sorted(
-    {(page, line) for page, line in commands() if re.match(r"rft (?!train\b)[a-z]", line)}
+    {(page, line) for page, line in EVERYWHERE if re.match(r"rft (?!train\b)[a-z]", line)}
 )
 FILES = sorted(
     {

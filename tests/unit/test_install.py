@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import rft
+
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements"
 PAGE = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
@@ -135,3 +137,16 @@ def test_make_takes_the_set_of_the_machine(tmp_path: Path) -> None:
     for target in ("test", "verify", "lint", "bench"):
         said = "\n".join(made(tmp_path, card, target))
         assert ".venv-cpu/bin/" in said and ".venv/" not in said, target
+
+
+def test_a_version_is_said_once() -> None:
+    """In the package, the project and the newest entry of the changes."""
+    newest = re.search(r"^## (\S+?)[,\s]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert newest and {rft.__version__, PROJECT["version"], newest[1]} == {rft.__version__}
+
+
+@pytest.mark.parametrize("lock", ["release", "docs"])
+def test_locks_of_environments_of_their_own_have_hashes(lock: str) -> None:
+    text = (REQUIREMENTS / f"{lock}.txt").read_text("utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert len(lines) > 20 and all("==" in line and "--hash=sha256:" in line for line in lines)

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import signal
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +111,37 @@ def test_ranks_that_fail_are_started_again_with_a_word_and_the_first_cause_ends_
     causes.append("KeyError: 'x'")
     found = elastic.until_ended(start, Restarts(0), tmp_path, lines.append)
     assert found is not None and found["cause"] == "KeyError: 'x'" and len(lines) == 2
+
+
+@pytest.mark.parametrize(("kills", "told"), [(1, ""), (2, "killed by SIGKILL")])
+def test_a_killed_launcher_is_started_again_within_the_budget_of_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, told: str
+) -> None:
+    """Real processes that kill themselves stand for launchers that others kill."""
+    lines, left = list[str](), kills
+    monkeypatch.setattr(launch, "say", lines.append)
+
+    def start() -> "subprocess.Popen[bytes]":
+        nonlocal left
+        left -= 1
+        return subprocess.Popen(["sh", "-c", "kill -9 $$" if left >= 0 else "exit 0"])
+
+    config = Config(checkpoint_root_dir=str(tmp_path))
+    config.trainer.max_restarts = 1
+    stage = launch.StageRun(config, queue.SimpleQueue())
+    stage.log_dir, stage.ranks = tmp_path, start()
+    stage._watch_ranks(start)
+    event = stage.events.get_nowait()
+    assert lines == [
+        "trainer launcher: killed by SIGKILL; it is started again (1 of 1 within an hour)"
+    ]
+    assert (event.part, told in event.cause) == ("trainer launcher" if told else "ranks", True)
+    assert ("2 times within an hour" in event.cause) == bool(told)
+
+    stage._stopped, left = True, 1  # by us: nobody starts it again
+    stage.ranks = start()
+    stage._watch_ranks(start)
+    assert stage.events.get_nowait().part == "trainer launcher" and len(lines) == 1
 
 
 def test_what_is_refused_is_not_tried_again(tmp_path: Path) -> None:

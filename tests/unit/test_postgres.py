@@ -12,10 +12,14 @@ import sqlalchemy as sql
 from rft.buffer import sql_patience
 from rft.buffer.delivery import opened
 from rft.buffer.journal import JournalError
-from rft.buffer.sql_tables import Tables, check_database, connect, counted
+from rft.buffer.progress import Handed
+from rft.buffer.sql_events import Events
+from rft.buffer.sql_schema import Tables
+from rft.buffer.sql_tables import check_database, connect
+from rft.buffer.sql_turns import counted
 from rft.config import ConfigError, ExperienceBufferConfig
 from tests.unit.postgres import PASSWORD, postgres
-from tests.unit.sql_world import buffer, exactly_once, rows
+from tests.unit.sql_world import buffer, check_views, exactly_once, older_tables, rows
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,9 @@ def test_four_writers_and_three_trainers_with_kills_train_every_group_once(
     with sql.create_engine(
         url.replace("postgresql:", "postgresql+psycopg:")
     ).connect() as connection:
-        found = counted(connection, Tables("experience_buffer"))
+        events = Events(Tables("experience_buffer"))
+        events.look(connection)
+        found = counted(events.progress)
     assert (found["stored"], found["failed"], found["running_groups"]) == (80, 0, 0)
 
 
@@ -66,6 +72,29 @@ def test_many_take_at_once_and_none_gets_what_another_has(url: str) -> None:
             await mine.shutdown()
 
     asyncio.run(asyncio.wait_for(test(), 120))
+
+
+def test_older_tables_are_converted_and_readers_find_views_in_their_place(url: str) -> None:
+    async def test() -> None:
+        older_tables(url, 3, name="older")
+        mine = buffer(url, name="older")
+        assert (await mine.attach_explorer("e"))["told"] == [["t", 1, 0, 1.0]]
+        assert (await mine.attach_trainer(0, 2))["replay"] == [0]
+        for group in [await mine.admit("e", b"t", {}) for _ in range(4)]:
+            await (mine.put(group, rows(1.0)) if group != 7 else mine.abandon(7, "no"))  # type: ignore[arg-type]
+        for step in range(3):
+            assert opened(await mine.take(step)).experiences
+            await mine.consumed(step)
+        await mine.saved(1)
+        await mine.retain(0, 1)
+        await mine._do(lambda _: mine._events.add(Handed(trainer="p/run/trainer", steps=[2])))
+        await mine.input_done("e")
+        with mine._engine.begin() as db:
+            check_views(db, "older", mine._progress)
+            assert db.execute(sql.text("select step from older_leases")).scalars().all() == [1]
+        await mine.shutdown()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_who_stands_still_in_a_transaction_holds_the_others_up_for_a_limited_time(
@@ -121,7 +150,7 @@ def test_a_lost_server_ends_the_run_and_no_message_has_the_password(
         with sql.create_engine(
             url.replace("postgresql:", "postgresql+psycopg:")
         ).begin() as connection:
-            connection.execute(sql.text("drop table lost_groups"))
+            connection.execute(sql.text("drop table lost_events cascade"))
         with pytest.raises(JournalError) as failed:
             await mine.stats()
         with pytest.raises(JournalError):

@@ -23,14 +23,20 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.journal import JournalError
 from rft.buffer.progress import (
     Attached,
+    Began,
     Consumed,
+    Forgotten,
     GroupFailed,
+    Handed,
+    InputEnded,
     Issued,
     JournalRecord,
     Leased,
     Progress,
     Restarted,
     Resumed,
+    Silent,
+    StepSaved,
     StepSize,
     Stored,
     decode_record,
@@ -222,6 +228,162 @@ def test_any_history_loses_nothing_repeats_nothing_and_keeps_the_staleness_bound
     )
     assert not set(trained) & run.failed
     assert sorted(trained) == trained, "steps take groups in admission order"
+
+
+class Shared:
+    """Two explorers and several trainers on one buffer, by value; any of them dies, or is silent
+    while it works on.
+    """
+
+    def __init__(self, size: StepSize, trainers: int, table: list[int]) -> None:
+        self.size, self.table, self.names = size, table, [f"t{n}" for n in range(trainers)]
+        self.progress, self.journal = Progress(), list[bytes]()
+        self.epoch, self.failed = 1, set[int]()
+        # by trainer: what it learned from, step by step, and how many steps its checkpoint has
+        self.learned: dict[str, list[list[int]]] = {name: [] for name in self.names}
+        self.saved = dict.fromkeys(self.names, 0)
+        self.lost: set[str] = set()  # has not heard yet that its batches are another's
+        for name in self.names:
+            self.write(Resumed(step=0, run_epoch=1, trainer=name))
+        for name in "ab":
+            self.write(Attached(explorer=name))
+
+    def write(self, record: JournalRecord) -> None:
+        self.journal.append(encode(record))
+        self.progress.apply(decode_record(self.journal[-1]))
+
+    def name(self, pick: int) -> str:
+        return self.names[pick % len(self.names)]
+
+    def issue(self, pick: int) -> None:
+        made = {"group": self.progress.next_group, "explorer": "ab"[pick % 2], "version": 0}
+        self.write(Issued(task=b"t", cursor={"next": self.progress.next_group + 1}, **made))  # type: ignore[arg-type]
+
+    def store(self, pick: int) -> None:
+        open_groups = [g.number for g in self.progress.waiting.values() if not g.stored]
+        if open_groups:
+            group = open_groups[pick % len(open_groups)]
+            size = self.table[group % len(self.table)]
+            self.write(Stored(group=group, experiences=b"", size=size, rows=size + 1))
+
+    def fail(self, pick: int) -> None:
+        if running := [g.number for g in self.progress.waiting.values() if not g.stored]:
+            self.failed.add(running[pick % len(running)])
+            self.write(GroupFailed(group=running[pick % len(running)], reason="failed"))
+
+    def train(self, pick: int) -> None:
+        """A step, the same as before where there was one."""
+        name = self.name(pick)
+        course, step = self.progress.course(name), len(self.learned[name])
+        if name in self.lost:
+            return
+        if step not in course.leases:
+            wanted = self.progress.wanted(step, self.size, 3)
+            if not all(g.stored for g in wanted) or self.size.are(wanted) < self.size.units:
+                return
+            assert step == course.next_step
+            groups = [g.number for g in wanted]
+            self.write(Leased(step=step, trainer=name, run_epoch=self.epoch, groups=groups))
+        self.learned[name].append([g.number for g in course.leases[step].groups])
+        if pick % 3:
+            self.write(Consumed(step=step, trainer=name))
+
+    def save(self, pick: int) -> None:
+        name = self.name(pick)
+        if name not in self.lost:
+            self.saved[name] = len(self.learned[name])
+            self.write(StepSaved(step=self.saved[name], trainer=name))
+
+    def retain(self, pick: int) -> None:
+        name = self.name(pick)
+        self.write(Forgotten(step=self.saved[name], trainer=name))
+
+    def hand_over(self, pick: int) -> None:
+        name = self.name(pick)
+        course = self.progress.course(name)
+        assert course.saved == self.saved[name]
+        if steps := [step for step in course.leases if step >= course.saved]:
+            self.write(Handed(trainer=name, steps=steps))
+            self.lost.add(name)
+            assert course.next_step <= max(course.finished, steps[0])
+            assert list(self.progress.waiting) == sorted(self.progress.waiting)
+
+    def resume(self, pick: int) -> None:
+        """From its checkpoint: what it has learned since is not, or it comes again."""
+        name = self.name(pick)
+        again = self.learned[name][self.saved[name] :]
+        del self.learned[name][self.saved[name] :]
+        self.epoch += 1
+        self.write(Resumed(step=self.saved[name], run_epoch=self.epoch, trainer=name))
+        course = self.progress.course(name)
+        for step, groups in enumerate(again, self.saved[name]):
+            if name not in self.lost:
+                assert [g.number for g in course.leases[step].groups] == groups
+            else:
+                assert step not in course.leases
+        self.lost.discard(name)
+
+    def silent(self, pick: int) -> None:
+        name = "ab"[pick % 2]
+        self.write(Silent(explorers=[name], back=pick % 3 == 0))
+        is_away = self.progress.explorers[name].silent
+        assert is_away == (pick % 3 != 0)
+        running = {g.explorer for g in self.progress.awaited() if not g.stored}
+        assert not is_away or name not in running
+
+    def attach(self, pick: int) -> None:
+        name = "ab"[pick % 2]
+        before = self.progress.explorers[name].incarnation
+        self.write(Attached(explorer=name))
+        assert self.progress.explorers[name].incarnation == before + 1
+        if pick % 5 == 0:
+            self.write(InputEnded(explorer=name))
+
+    def snapshot(self, _: int) -> None:
+        """A new process reads this, in the place of all that was."""
+        before = self.progress
+        records = [Began(), *before.survivors()]
+        self.progress = Progress()
+        for record in records:
+            self.write(record)
+        assert self.progress == before
+        self.journal = self.journal[-len(records) :]
+
+
+SHARED = (
+    ["issue"] * 9 + ["store"] * 9 + ["train"] * 9 + ["save"] * 3 + ["retain"] * 2
+    + ["hand_over"] * 3 + ["resume", "silent", "attach", "snapshot", "fail"]
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.builds(StepSize, st.integers(1, 4), st.none() | st.integers(1, 9)),
+    trainers=st.integers(1, 3),
+    table=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    actions=st.integers(0, 200).flatmap(
+        lambda size: st.lists(
+            st.tuples(st.sampled_from(SHARED), st.integers(0, 30)), min_size=size, max_size=size
+        )
+    ),
+)
+def test_trainers_that_share_groups_learn_from_each_once_whoever_is_silent(
+    size: StepSize, trainers: int, table: list[int], actions: list[tuple[str, int]]
+) -> None:
+    run = Shared(size, trainers, table)
+    for action, pick in actions:
+        getattr(run, action)(pick)
+    assert Run.rebuilt(run.journal) == run.progress, "replay gives the live state"
+    for name in list(run.lost):  # it hears of it, and goes on from its checkpoint
+        run.resume(run.names.index(name))
+    learned = [group for steps in run.learned.values() for groups in steps for group in groups]
+    assert len(learned) == len(set(learned)) and not set(learned) & run.failed
+    leases = [one for c in run.progress.courses.values() for one in c.leases.values()]
+    leased = {group.number for lease in leases for group in lease.groups}
+    waiting = list(run.progress.waiting)
+    assert not leased & set(waiting) and waiting == sorted(waiting)
+    everything = set(range(run.progress.next_group))
+    assert set(learned) | leased | set(waiting) | run.failed == everything
 
 
 def test_the_slot_formula_counts_started_groups_until_a_version_covers_their_step() -> None:
@@ -945,6 +1107,7 @@ def test_a_run_with_crashes_at_random_points_trains_every_group_once(
         both = asyncio.gather(explore(buffer), train(buffer, run_epoch))
         if crash:
             await turns(chance.randrange(1500))
+            await buffer._ledger.retained()  # a copy takes longer than a kill: no file may go
             shutil.copytree(directory, tmp_path / str(run_epoch + 1))
             both.cancel()
             await asyncio.gather(both, return_exceptions=True)

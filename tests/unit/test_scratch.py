@@ -114,6 +114,24 @@ def test_segments_and_sessions_of_the_dead_are_swept_and_none_that_somebody_has(
         others.unlink()
 
 
+@pytest.mark.parametrize(
+    ("looked", "left"), [(1.0, {"other"}), (60.0, {"other", "psm_a", "sem.mp-a"})]
+)
+def test_what_was_made_as_its_owner_died_is_swept(
+    temporary: Path, looked: float, left: set[str]
+) -> None:
+    """And had been seen by nobody; what was made long after it looked last is somebody else's."""
+    made = temporary / "shm"
+    place, _ = left_by_one(signal.SIGKILL)
+    for name in ("sem.mp-a", "psm_a", "other"):
+        (made / name).touch()
+    ago = (made / "other").stat().st_ctime - looked
+    (place / scratch.SEEN).touch()
+    os.utime(place / scratch.SEEN, (ago, ago))
+    assert scratch.sweep() == [place]
+    assert {path.name for path in made.iterdir()} == left
+
+
 def test_its_own_is_gone_at_the_end_and_compilers_keep_their_cache(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,12 +22,19 @@ from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.journal import JournalError
 from rft.buffer.sql_buffer import SqlBuffer
-from rft.buffer.sql_lives import Silence
+from rft.buffer.sql_lives import Lost, Silence
 from rft.buffer.sql_patience import passes
-from rft.buffer.sql_steps import WAIT, Lost
-from rft.buffer.sql_tables import Tables, check_database, connect, create, shown
+from rft.buffer.sql_schema import Tables
+from rft.buffer.sql_tables import check_database, connect, create, shown
 from rft.config import ConfigError, ExperienceBufferConfig
-from tests.unit.sql_world import Clock, buffer, exactly_once, rows, silent_but_for
+from tests.unit.sql_world import (
+    Clock,
+    buffer,
+    exactly_once,
+    older_tables,
+    rows,
+    silent_but_for,
+)
 
 
 @pytest.fixture
@@ -113,7 +120,7 @@ def test_it_admits_and_takes_what_the_queue_does(
     url: str, tmp_path: Path, seed: int, experiences: int | None
 ) -> None:
     """One rule, two back ends: the same history of groups of any size, step by step."""
-    chance, limit, me = random.Random(seed), seed, "p/run/trainer"
+    chance, limit = random.Random(seed), seed
     table = [(chance.choice([1, 2, 3, 9]), chance.choice([None, 9, 10])) for _ in range(7)]
 
     async def test() -> None:
@@ -128,9 +135,7 @@ def test_it_admits_and_takes_what_the_queue_does(
             await one.attach_explorer("e")
             await one.attach_trainer(0, 1)
         for _ in range(90):
-            may = await theirs._do(
-                lambda db, published=published: theirs._steps.may_admit(db, me, published, None)
-            )
+            may = await theirs._do(lambda _: theirs._may_admit())
             assert (may is True) == mine._may_admit()
             act = chance.choice(["admit", "admit", "put", "put", "take", "publish", "save"])
             if act == "admit" and mine._may_admit():
@@ -206,7 +211,7 @@ def test_groups_of_a_silent_explorer_are_not_waited_for(url: str) -> None:
         taking = asyncio.create_task(taken(trainer, 0))
         await alive.put(1, rows(1.0))
         await alive.put(2, rows(1.0))
-        change(url, "update experience_buffer_explorers set heard = heard - 3600")
+        change(url, "update experience_buffer_lives set heard = heard - 3600")
         await trainer._beat_once()
         assert not taking.done(), "group 0 is older, and under way, whatever a clock says"
         await silent_but_for(clock, 50, alive, trainer)
@@ -239,8 +244,8 @@ def test_unsaved_batches_of_a_silent_trainer_go_to_another_which_it_is_told(
         assert await taken(other, 0) == [4, 5], "nobody is silent yet"
         with monkeypatch.context() as patched:  # it said something after it was looked at
             patched.setattr(other._lives, "silent_trainers", lambda db: {"p/silent/trainer": 0.0})
-            choose = partial(other._steps.choose, trainer="p/other/trainer", step=1)
-            assert WAIT is await other._do(
+            choose = partial(other._turns.choose, trainer="p/other/trainer", step=1)
+            assert None is await other._do(
                 partial(choose, min_model_version=None, input_done=False, incomplete=False)
             )
         await silent_but_for(clock, 60, explorer, other)
@@ -250,6 +255,32 @@ def test_unsaved_batches_of_a_silent_trainer_go_to_another_which_it_is_told(
         assert (await silent.attach_trainer(0, 2))["replay"] == [0], (
             "what its checkpoint holds stays its own"
         )
+
+    run(test)
+
+
+def test_a_trainer_that_was_silent_between_two_steps_is_told_by_its_next_call(url: str) -> None:
+    """What it has learned of is trained by another: it may neither go on nor save."""
+
+    async def test() -> None:
+        clock = Clock()
+        explorer, silent, other = (
+            buffer(url, name, clock=clock) for name in ("p/run", "p/silent", "p/other")
+        )
+        await explorer.attach_explorer("e")
+        for group in await admitted(explorer, "e", 4):
+            await explorer.put(group, rows(1.0))
+        await silent.attach_trainer(0, 1)
+        await other.attach_trainer(0, 1)
+        assert await taken(silent, 0) == [0, 1]
+        await silent.consumed(0)
+        await silent_but_for(clock, 60, explorer, other)
+        assert await taken(other, 0) == [0, 1]
+        for call in (silent.take(1), silent.consumed(0), silent.saved(1)):
+            with pytest.raises(Lost, match="another trainer has it"):
+                await call
+        assert (await silent.attach_trainer(0, 2))["replay"] == []
+        assert await taken(silent, 0) == [2, 3]
 
     run(test)
 
@@ -271,7 +302,6 @@ def test_lessons_are_kept_until_a_belief_takes_their_place(url: str, tmp_path: P
             await one.shutdown()
 
     run(test)
-    assert scalar(url, "select count(told) from experience_buffer_groups") == 3
 
 
 @pytest.mark.parametrize("jump", [9000.0, -9000.0])
@@ -387,7 +417,7 @@ def test_a_lock_that_another_holds_is_waited_for_and_then_the_call_fails(
         monkeypatch.setattr(sql_buffer, "RETRY_S", -1.0)
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(JournalError, match="database is locked"):
-            await mine._do(mine._steps.count, patience=-1.0)
+            await mine._do(lambda _: None, patience=-1.0)
         other.close()
         with pytest.raises(JournalError, match="stopped"):
             await mine.stats()
@@ -439,23 +469,17 @@ def test_rows_of_groups_that_nobody_needs_are_deleted_and_still_counted(url: str
         assert await taken(mine, 2) == [4, 5] and await taken(mine, 3) == [6, 7]
 
     run(test)
-    assert scalar(url, "select count(*) from experience_buffer_groups") == 5, "1 was told of"
+    assert scalar(url, "select count(*) from experience_buffer_groups") == 4
     assert scalar(url, "select count(*) from experience_buffer_experiences") == 4
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_tables_of_an_older_rft_are_brought_up_to_date(url: str, version: int) -> None:
-    async def fill() -> None:
-        mine = buffer(url)
-        await mine.attach_explorer("e")
-        for group in await admitted(mine, "e", 4):
-            await mine.put(group, rows(1.0, 0.0))
-        await mine.attach_trainer(0, 1)
-        await taken(mine, 0)
-        await mine.shutdown()
-
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_tables_of_an_older_rft_are_brought_up_to_date(
+    url: str, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def go_on() -> None:
         mine = buffer(url)
+        assert (await mine.attach_explorer("e"))["told"] == [["t", 1, 0, 1.0]]
         assert (await mine.attach_trainer(0, 2))["replay"] == [0]
         assert await taken(mine, 0) == [0, 1] and await taken(mine, 1) == [2, 3]
         await mine.consumed(0)
@@ -463,13 +487,16 @@ def test_tables_of_an_older_rft_are_brought_up_to_date(url: str, version: int) -
         found = await mine.stats()
         assert (found["issued"], found["stored"]) == (4, 4)
 
-    run(fill)
-    change(url, "drop table experience_buffer_totals")
-    change(url, f"update rft_buffers set version = {version}")
-    for name in ("trained", "most") if version == 1 else ():
-        change(url, f"alter table experience_buffer_groups drop column {name}")
+    older_tables(url, version)
+    before = scalar(url, "select count(*) from sqlite_master")
+    with monkeypatch.context() as patched:  # a process that dies on the way
+        patched.setattr(sql_tables, "view", lambda *_: "create view of nothing")
+        with pytest.raises(sql.exc.OperationalError):
+            buffer(url)
+    assert scalar(url, "select version from rft_buffers") == version
+    assert scalar(url, "select count(*) from sqlite_master") == before
     run(go_on)
-    assert scalar(url, "select version from rft_buffers") == 3
+    assert scalar(url, "select version from rft_buffers") == 4
 
 
 def test_a_later_attempt_of_a_trainer_ends_the_earlier_one(url: str) -> None:
@@ -584,7 +611,7 @@ def test_a_database_that_fails_ends_the_run_through_watch(url: str) -> None:
     async def test() -> None:
         mine = buffer(url)
         watching = asyncio.create_task(mine.watch())
-        change(url, "drop table experience_buffer_groups")
+        change(url, "drop table experience_buffer_events")
         with pytest.raises(JournalError, match="database failed"):
             await mine.stats()
         with pytest.raises(JournalError, match="the experience buffer stopped"):

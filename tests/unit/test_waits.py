@@ -101,6 +101,7 @@ WALL_CLOCK = {
     "monitor/trace.py": "where a timeline begins",
     "monitor/mlflow.py": "the stamp of a row",
     "tools/quickstart.py": "how long ago another process began, as it is told",
+    "tools/demo.py": "the same",
     "tools/ckpt.py": "the age of a file, as it is told",
     "run/owners.py": "since when somebody has a directory",
     "train.py": "a name",

@@ -1,11 +1,16 @@
 """What is left when a supervisor is killed with -9: nothing of its own, but who finishes a save."""
 
+import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import psutil
 from test_process import KINDS, PATIENCE_S, lives
+
+from rft.run.warden import LOOK_S, look
 
 # a supervisor that has a detached deaf process, one that hides its mark as Ray's do, an agent that
 # holds its lock with a child, and one that is not its own
@@ -55,3 +60,20 @@ def test_who_was_started_by_a_killed_supervisor_ends_but_an_agent_that_saves(
         finally:
             for one in filter(lives, told):
                 one.kill()
+
+
+def test_what_starts_before_it_can_be_told_is_found(tmp_path: Path) -> None:
+    """Ray's agents, when the supervisor dies while Ray starts."""
+    found: set[psutil.Process] = set()
+    read, write = os.pipe()
+    command = [sys.executable, "-c", KINDS["detached"]]
+    with os.fdopen(read) as until, subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        looking = threading.Thread(target=look, args=(os.getpid(), found, until))
+        looking.start()
+        deadline = time.monotonic() + PATIENCE_S
+        while psutil.Process(child.pid) not in found and time.monotonic() < deadline:
+            looking.join(LOOK_S)
+        os.close(write)
+        looking.join()
+        child.kill()
+    assert child.pid in {one.pid for one in found}

@@ -76,6 +76,8 @@ ELSEWHERE = (  # command, who runs it or why it cannot be run here
         r"^make (setup|lint|verify)$|^make setup DEVICE=cpu$",
         "tests: what `make verify`, which runs this test, is or does first",
     ),
+    (r"^rft init my_first$", "tests/unit/test_init.py: it asks five questions on a terminal"),
+    (r"^make (docs|release)$", "tests/verify/test_docs_site.py tests/verify/test_release.py"),
     (r"^make test", "tests: the suite that this test belongs to, or a part of it"),
     (r"^make bench$", "bench: hours, and a quiet machine"),
     (r"^make quickstart( DEVICE=cpu)?$", "tests/verify/test_quickstart.py"),

