@@ -154,7 +154,7 @@ class Synchronizer:
         """
         if self.buffer is None or self.root is not None or self._told.is_set():
             return None
-        known = await self.buffer.ask(ExperienceBuffer.stats)
+        known = await answered(lambda: self.buffer.ask(ExperienceBuffer.stats))
         return None if known["published"] is None else (known["run_epoch"], known["published"])
 
     def _take_over(self, held: dict[str, Holding], published: Mark | None) -> None:
