@@ -28,28 +28,12 @@ class BufferBroken(JournalError):
     """
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether a buffer that fails like this may answer later: it is broken, or between two
-    processes.
-
-    Who calls asks again then, rather than Ray: Ray's own retries keep a caller without an answer
-    for half a minute and longer although the new process is there (docs/hardening.md).
-    """
-    if isinstance(error, BufferBroken):
-        return True
-    from ray.exceptions import ActorUnavailableError
-
-    return isinstance(error, ActorUnavailableError)
-
-
 async def answered(ask: Callable[[], Awaitable[T]]) -> T:
     """What a buffer answers, broken or not: who calls sets the deadline."""
     while True:
         try:
             return await ask()
-        except Exception as error:
-            if not may_pass(error):
-                raise
+        except BufferBroken:
             await asyncio.sleep(AGAIN_S)
 
 

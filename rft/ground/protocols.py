@@ -104,31 +104,22 @@ class ActorHandle(Generic[T]):
     """A Ray actor with the class that it runs, so that its methods are named by the class's own
     functions: one that is not there fails where it is read, and a search for it finds who calls it.
 
-    `actor` is Ray's own handle, for whoever hands it to other actors. `once`: a call is of the
-    process that has the actor then, and its end is an error for the caller, who asks again; else
-    Ray asks the next one.
+    `actor` is Ray's own handle, for whoever hands it to other actors.
     """
 
     actor: Any
-    once: bool = False
 
     def ask(
         self, method: Callable[Concatenate[T, P], Any], *arguments: P.args, **named: P.kwargs
     ) -> Any:
         """Begin a call; returns Ray's reference to its answer at once."""
-        called = getattr(self.actor, method.__name__)
-        if self.once:
-            called = called.options(max_task_retries=0)
-        return called.remote(*arguments, **named)
+        return getattr(self.actor, method.__name__).remote(*arguments, **named)
 
     def ask_once(self, method: Callable[[T], Any]) -> Any:
         """The same, of the process that has the actor now: its end is an error, and no other is
         asked.
         """
-        return self.of_one_life().ask(method)
-
-    def of_one_life(self) -> "ActorHandle[T]":
-        return ActorHandle(self.actor, once=True)
+        return getattr(self.actor, method.__name__).options(max_task_retries=0).remote()
 
 
 class Collective(Protocol):

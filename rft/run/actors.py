@@ -133,14 +133,11 @@ class Actors:
             return
         engines = self.fleet.create(int(config.explorer.rollout_model.engine_num or 1))
         if self.buffer is not None:
-            buffer = self.buffer.of_one_life()
-            self.synchronizer = self._spawn(parts.synchronizer_spec(config, buffer))
+            self.synchronizer = self._spawn(parts.synchronizer_spec(config, self.buffer))
             engines = {}  # the explorer follows those that the synchronizer admits
-        else:
-            buffer = None
         api = self._api() if config.explorer.rollout_model.enable_openai_api else None
         self.explorer = self._spawn(
-            parts.explorer_spec(config, engines, buffer, self.synchronizer, api)
+            parts.explorer_spec(config, engines, self.buffer, self.synchronizer, api)
         )
         self.fleet.run(
             self.synchronizer, self.explorer, config.explorer.max_timeout + control.REPLY_S

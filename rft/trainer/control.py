@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rft.buffer import delivery
-from rft.buffer.calls import AGAIN_S, may_pass
+from rft.buffer.calls import AGAIN_S, BufferBroken
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExplorerConfig
 from rft.ground.experience import Batch, EvalResult, decode
@@ -142,11 +142,11 @@ class QueueSource:
 
         deadline = time.monotonic() + timeout
         while True:
-            asked = self.buffer.of_one_life().ask(method, *arguments)
+            asked = self.buffer.ask(method, *arguments)
             try:
                 return ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
-            except Exception as error:
-                if not may_pass(error) or time.monotonic() + AGAIN_S > deadline:
+            except BufferBroken:
+                if time.monotonic() + AGAIN_S > deadline:
                     raise
                 time.sleep(AGAIN_S)
 

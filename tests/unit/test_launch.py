@@ -221,9 +221,6 @@ def test_every_mode_starts_its_parts_and_no_others(
     started, asked = list[str](), list[str]()
 
     class Handle:
-        def of_one_life(self) -> "Handle":
-            return self
-
         def ask(self, method: Any, *arguments: Any) -> None:
             asked.append(method.__name__)
 
