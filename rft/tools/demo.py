@@ -20,8 +20,7 @@ from rft.config import Config
 from rft.ground.errors import ConfigError
 from rft.monitor.run_record import Row, RunRecord
 from rft.rollout.environments import ADAPTERS, EnvironmentSettings, asked_once
-from rft.run.stages import result
-from rft.tools import curves
+from rft.tools.quickstart import close
 from rft.tools.tables import table
 
 EVAL_SET = "held_out"
@@ -111,18 +110,10 @@ def finish(stages: list[Config]) -> None:
     record = RunRecord(root)
     scores = dict(record.series(f"eval/{EVAL_SET}/accuracy"))
     first, last = scores[min(scores)], scores[max(scores)]
-    summary = root / "demo.json"
-    if not summary.exists():
-        started = float((root / "assets" / "started").read_text(encoding="utf-8"))
-        outcome = {"before": first, "after": last, "seconds": round(time.time() - started, 1)}
-        summary.write_text(json.dumps({"demo": outcome}), encoding="utf-8")
-    picture = root / "curves.png"
-    curves.draw([(config.name, record)], picture)
     tasks = [json.loads(line) for line in (root / "assets" / "eval.jsonl").open(encoding="utf-8")]
     print(table(list(answers(record, tasks)), ruled=True))
     print(f"right of {NUM_EVAL} held-out tasks: {first:.1%} before, {last:.1%} after")
-    print(f"curves   {picture}\nmodel    {result(config).huggingface}")
-    print(summary.read_text(encoding="utf-8"), flush=True)
+    close(root, "demo", {"before": first, "after": last}, [(config.name, record)], config)
 
 
 def answers(record: RunRecord, tasks: list[Row]) -> Iterator[dict[str, str]]:

@@ -11,6 +11,7 @@ from statistics import fmean as mean
 
 from rft import config as configs
 from rft.config import Config
+from rft.ground import durable
 from rft.monitor.run_record import RunRecord
 from rft.run.stages import result
 from rft.tools import curves
@@ -55,23 +56,44 @@ def finish(stages: list[Config]) -> None:
     scores = dict(records[-1].series(f"eval/{EVAL_SET}/accuracy"))
     first = scores.pop(0, None)  # of what the warm-up left; None: nothing was evaluated there
     last = scores.get(max(scores, default=0))
-    summary = root / "quickstart.json"
-    if not summary.exists():
-        seconds = time.time() - float((root / "assets" / "started").read_text(encoding="utf-8"))
-        outcome = {
-            "eval_sft": None if first is None else round(first, 4),
-            "eval_rft": None if last is None else round(last, 4),
-            "seconds": round(seconds, 1),
-        }
-        summary.write_text(json.dumps({"quickstart": outcome}), encoding="utf-8")
-    picture = root / "curves.png"
     names = [str(stage.stage_name) for stage in (warmup, tuned)]
-    curves.draw(list(zip(names, records, strict=True)), picture)
-    export = result(tuned).huggingface
-    rows = table_rows((warmup, records[0], first), (tuned, records[1], last))
-    print(table(rows, ruled=True))
-    print(f"curves   {picture}\nmodel    {export}   (transformers and vLLM load it)")
-    print(summary.read_text(encoding="utf-8"), flush=True)
+    print(table(table_rows((warmup, records[0], first), (tuned, records[1], last)), ruled=True))
+    outcome = {
+        "eval_sft": None if first is None else round(first, 4),
+        "eval_rft": None if last is None else round(last, 4),
+    }
+    close(root, "quickstart", outcome, list(zip(names, records, strict=True)), tuned)
+
+
+def close(
+    root: Path,
+    recipe: str,
+    outcome: dict[str, float | None],
+    records: list[tuple[str, RunRecord]],
+    tuned: Config,
+) -> None:
+    """What a recipe ends with: its picture, where its model is, and `outcome` in one line of JSON
+    with the seconds since its first attempt, as it was told at its first end.
+
+    A disk that is full costs the two files, and neither the lines nor a good end.
+    """
+    summary, picture = root / f"{recipe}.json", root / "curves.png"
+    try:
+        curves.draw(records, picture)
+        print(f"curves   {picture}")
+    except OSError as error:
+        print(f"curves   not drawn: {error}")
+    print(f"model    {result(tuned).huggingface}   (transformers and vLLM load it)")
+    if summary.exists():
+        print(summary.read_text(encoding="utf-8"), flush=True)
+        return
+    started = float((root / "assets" / "started").read_text(encoding="utf-8"))
+    said = json.dumps({recipe: outcome | {"seconds": round(time.time() - started, 1)}})
+    try:
+        durable.put(summary, said)
+    except OSError as error:
+        print(f"{summary} is not written: {error}")
+    print(said, flush=True)
 
 
 def table_rows(*stages: tuple[Config, RunRecord, float | None]) -> list[dict[str, str]]:

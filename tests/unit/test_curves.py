@@ -3,14 +3,18 @@
 import json
 import math
 import random
+import resource
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rft.config import compose, job_dir
 from rft.monitor.run_record import RunRecord
+from rft.run.stages import write_result
 from rft.tools import curves
+from rft.tools.quickstart import close
 from rft.tools.tables import table
 
 
@@ -201,3 +205,31 @@ def test_on_a_terminal_a_long_cell_is_folded_and_not_cut(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "40")
     assert table([{"path": "x" * 100}]).count("x") == 100
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["room", "no room"])
+def test_a_full_disk_costs_the_end_of_a_run_its_files_alone(
+    full: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose(["experiment=quickstart", f"checkpoint_root_dir={tmp_path}"])
+    root = tmp_path / "recipe"
+    record = write(root / "job", rollouts())
+    (root / "assets").mkdir()
+    (root / "assets" / "started").write_text("0")
+    job_dir(config).mkdir(parents=True)
+    write_result(config, 3, complete=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        for _ in range(2):
+            close(root, "recipe", {"after": 0.5}, [("grpo", record)], config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().out
+    told = [json.loads(line)["recipe"] for line in said.splitlines() if line.startswith("{")]
+    assert [one["after"] for one in told] == [0.5, 0.5]
+    assert full or told[0] == told[1], "as it was told at the first end"
+    assert ("not drawn" in said) is full and ("is not written" in said) is full
+    assert (root / "curves.png").exists() >= (not full)
+    assert (root / "recipe.json").exists() is not full
