@@ -14,7 +14,7 @@ endif
 CARDS := $(shell ls -d /dev/nvidia[0-9]* 2>/dev/null || nvidia-smi -L 2>/dev/null | grep '^GPU ')
 SET := $(if $(filter cuda,$(or $(DEVICE),$(if $(CARDS),cuda))),$(GPU),$(CPU))
 
-.PHONY: setup quickstart demo test verify lint bench gpu lock clean release docs
+.PHONY: setup quickstart demo test verify lint bench gpu lock clean dist release docs
 
 setup: $(SET)/.installed
 
@@ -131,7 +131,8 @@ gpu: setup
 
 # What builds and checks releases, and the site: environments of their own, from locks with hashes. A release is of Python 3.12,
 # on which rft is installed alone, and of what is committed.
-release .venv-release/.installed: private PYTHON := $(or $(PYTHON),python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python))
+.venv-release/.installed: private PYTHON := $(or $(PYTHON),python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python))
+release: PYTHON := $(or $(PYTHON),python3.11 $(wildcard $(HOME)/.pyenv/versions/3.11.*/bin/python))
 .venv-release/.installed: requirements/release.txt
 	$(call venv,$(@D),3.12)
 	$(@D)/bin/python $(PIP) --require-hashes -r $<
@@ -147,12 +148,18 @@ docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --site-dir site
 	@echo "site/index.html"
 
-release: .venv-release/.installed | $(CPU)/.installed
+dist: .venv-release/.installed
 	rm -rf dist && mkdir -p dist/source
 	git archive HEAD | tar -x -C dist/source
 	.venv-release/bin/python -m build --no-isolation --outdir dist dist/source >dist/build.log 2>&1 || { cat dist/build.log >&2; exit 1; }
 	rm -r dist/source
 	.venv-release/bin/python -m twine check --strict dist/rft-*
+
+# On 3.11 the quickstart runs from the wheel; on 3.12 the command answers without a dependency.
+release: $(CPU)/.installed
+	@$(RUN) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+		echo "a release is tested on Python 3.11, and $(CPU) is of another: rm -r $(CPU), make setup DEVICE=cpu PYTHON=python3.11" >&2; exit 1; }
+	@$(MAKE) --no-print-directory dist
 	RFT_DIST=$(CURDIR)/dist $(RUN) -m pytest tests/verify/test_release.py tests/verify/test_installed.py -k "not gpu_lock"
 
 clean:
