@@ -2,7 +2,9 @@
 at once; and where their files go without a network. What it does is in tests/verify.
 """
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -121,3 +123,16 @@ def test_the_files_are_those_of_the_lock_and_of_the_page() -> None:
     assert tuple(f"{name}-py3-none-any.whl" for name in pinned) == demo.FILES
     page = (ROOT / "docs" / "demo.md").read_text("utf-8")
     assert all(f"`{file}`" in page for file in demo.FILES)
+
+
+def test_the_readme_shows_what_it_prints_and_where_it_is_cut() -> None:
+    """The table, a line of numbers, where curves and model are, and the line of JSON."""
+    text = (ROOT / "README.md").read_text("utf-8").partition("<!-- demo: begin -->")[2]
+    head, rule, *shown = text.partition("```\n")[2].partition("```")[0].splitlines()
+    assert head.split() == ["task", "right", "before", "after"] and set(rule) == {"-", " "}
+    rows = [line for line in shown if re.match(r"Calculate .*\d  [-+] .*  [-+] ", line)]
+    assert rows == shown[: len(rows)]
+    more = [line.split()[0] for line in shown[len(rows) :]]
+    cut = [] if len(rows) == demo.SHOWN else ["..."]
+    assert more in [[*cut, "right", *end, '{"demo":'] for end in (["..."], ["curves", "model"])]
+    assert json.loads(shown[-1])["demo"].keys() == {"before", "after", "seconds"}
