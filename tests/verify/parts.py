@@ -97,6 +97,7 @@ PARTS = {
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-loop": benches("weight_sync", "loop", "observe", "rollout"),
     "bench-chaos": benches("chaos"),
+    "bench-first-step": Part([["-m", "bench.first_step"]], (*PACKAGE, "README.md")),
     "bench-scale": Part([["-m", "bench.scale", "--sync", "--quick"]]),
 }
 

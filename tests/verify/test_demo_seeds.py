@@ -75,7 +75,7 @@ def greedy_accuracy(model: Path, tasks: list[dict[str, str]]) -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
     right = 0.0
     for start in range(0, len(tasks), AT_ONCE):
         part = tasks[start : start + AT_ONCE]
