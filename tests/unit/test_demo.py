@@ -16,6 +16,7 @@ import pytest
 
 from rft import config as configs
 from rft.config import ConfigError
+from rft.rollout.environments import EnvironmentSettings
 from rft.tools import demo
 from tests.unit.test_host_memory import tree, v2
 
@@ -64,6 +65,15 @@ def test_one_package_that_is_missing_is_named(python: Path) -> None:
     install(python)
     shutil.rmtree(next(python.parents[1].glob("lib/*/site-packages/gguf")))
     assert demo.absent(python) == ["gguf"]
+
+
+def test_packages_that_are_broken_are_refused_in_a_sentence(python: Path, tmp_path: Path) -> None:
+    install(python)
+    with pytest.raises(ConfigError, match=r"model_path=.*/m cannot be made: .*make env-demo$"):
+        demo.convert(python, str(tmp_path / "m"))
+    given = {"environment": "reasoning_gym", "env_id": "basic_arithmetic", "python": str(python)}
+    with pytest.raises(ConfigError, match="tasks cannot be made: .*make env-demo$"):
+        demo.sums(EnvironmentSettings.of(given), 0)
 
 
 def test_nothing_is_written_before_it_is_said(
