@@ -3,7 +3,7 @@ FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 ENV DEBIAN_FRONTEND=noninteractive CUDA_HOME=/usr/local/cuda
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make python3.12-dev python3.12-venv
 WORKDIR /rft
-COPY Makefile pyproject.toml setup.py README.md ./
+COPY Makefile pyproject.toml setup.py README.md LICENSE ./
 COPY requirements requirements
 COPY hydra_plugins hydra_plugins
 COPY configs configs

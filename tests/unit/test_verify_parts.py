@@ -67,6 +67,29 @@ def test_only_the_parts_that_were_asked_for_are_run(
     assert "no such part: third; there are first, second" in capfd.readouterr().err
 
 
+def test_a_part_that_is_asked_for_skips_nothing(
+    root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = "import pytest\n\ndef test_it():\n    {}\n"
+    (root / "pytest.ini").write_text("[pytest]\n")
+    test = root / "rft" / "test_it.py"
+    several = {"one": Part([["-m", "pytest", "-q", str(test)]])}
+
+    def state(*names: str) -> str:
+        parts.main([*names], several, root)
+        return capfd.readouterr().out.splitlines()[-1].split(maxsplit=2)[2]
+
+    test.write_text(body.format("pytest.skip('no moon')"))
+    assert state() == "passed, 1 skipped: no moon"
+    assert state().startswith("passed before, ") and "no moon" in state()
+    assert state("one") == "FAILED, 1 skipped: no moon", "and not: passed before"
+    assert parts.main(["one"], several, root) == 1
+    test.write_text(body.format("pass"))
+    assert state("one") == "passed" and state("one").startswith("passed before, ")
+    test.write_text(body.format("raise ValueError"))
+    assert state() == "FAILED, exit code 1"
+
+
 def test_another_content_or_name_of_a_source_is_tested_again(root: Path) -> None:
     several = {"code": part("code"), "pages": part("pages", more=("docs",))}
     both = list(several)
@@ -92,4 +115,6 @@ def test_a_part_whose_sources_change_under_it_is_not_remembered(root: Path) -> N
 
 def test_make_runs_them() -> None:
     rule = (parts.ROOT / "Makefile").read_text(encoding="utf-8").partition("\nverify:")[2]
-    assert "tests/verify/parts.py $(PART)" in rule.partition("\n\n")[0]
+    rule = rule.partition("\n\n")[0]
+    assert "tests/verify/parts.py $(PART)" in rule
+    assert ".venv-docs/.installed" in rule.partition("\n")[0]

@@ -5,7 +5,8 @@
 In: the names of parts (none: all). Out: a table of parts with state and seconds, the exit code, and
 .verify/PART.json, which says of what content the part passed last. A part that passed for the
 content that is here is not run again (to do so, delete its file), and a failing one does not stop
-those after it.
+those after it. What tests skip is said beside their part: among all parts it passes, for a machine
+may lack things; one that was asked for by its name does not.
 """
 
 import hashlib
@@ -16,11 +17,12 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("rft", "tests", "bench", "configs", "launch", "hydra_plugins", "requirements")
 PAGES = ("README.md", "docs")
-PACKAGE = ("setup.py", "pyproject.toml", "Makefile", "Dockerfile")
+PACKAGE = ("setup.py", "pyproject.toml", "Makefile", "Dockerfile", "LICENSE")
 
 
 class Part(NamedTuple):
@@ -80,24 +82,22 @@ PARTS = {
     "kills": full("quickstart_killed"),
     "starts": full("starts_and_kills"),
     "quickstart": full("quickstart"),
-    "demo": full("demo"),
+    "demo": full("demo_seeds"),
+    "demo-control": full("demo"),
     "docs": tests(
         *(f"verify/test_{name}.py" for name in ("docs_commands_run", "docs_site", "tutorials")),
         more=(*PAGES, "mkdocs.yml"),
     ),
     "mutants": full("mutants"),
-    "install": tests(
-        "verify/test_installed.py",
-        "verify/test_init_runs.py",
-        "verify/test_release.py",
-        more=PACKAGE,
-    ),
+    "install": tests("verify/test_installed.py", "verify/test_init_runs.py", more=PACKAGE),
+    "release": tests("verify/test_release.py", more=(*PACKAGE, "README.md")),
     "cluster": full("slurm", "ray_launch", "torchrun_nodes", "kubernetes"),
     "browser": full("studio_browser", "observed_run", "mlflow"),
     "bench-trainer": benches("packing", "logprobs", "train_step"),
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-loop": benches("weight_sync", "loop", "observe", "rollout"),
     "bench-chaos": benches("chaos"),
+    "bench-first-step": Part([["-m", "bench.first_step"]], (*PACKAGE, "README.md")),
     "bench-scale": Part([["-m", "bench.scale", "--sync", "--quick"]]),
 }
 
@@ -115,27 +115,47 @@ def content(root: Path, names: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def run(name: str, part: Part, root: Path) -> tuple[str, float]:
-    """State and seconds of a part: those of its last run, if it passed for what is here now."""
+def run(name: str, part: Part, root: Path, asked: bool) -> tuple[str, float]:
+    """State and seconds of a part: those of its last run, if it passed for what is here now.
+    `asked`: by its name, so that all of it is to run.
+    """
     memory = root / ".verify" / f"{name}.json"
+    memory.parent.mkdir(exist_ok=True)
     here = content(root, SOURCES + part.more)
     if memory.exists():
         last = json.loads(memory.read_text(encoding="utf-8"))
-        if last["content"] == here:
-            return f"passed before, {last['date']}", last["seconds"]
+        if last["content"] == here and not (asked and last["skipped"]):
+            return f"passed before, {last['date']}{told(last['skipped'])}", last["seconds"]
     begun = time.monotonic()
-    codes = [
-        subprocess.run([sys.executable, *command], cwd=root).returncode for command in part.commands
-    ]
+    codes, skipped = [], []
+    for command in part.commands:
+        report = memory.with_suffix(".xml")
+        more = [f"--junitxml={report}"] if command[:2] == ["-m", "pytest"] else []
+        codes.append(subprocess.run([sys.executable, *command, *more], cwd=root).returncode)
+        skipped += skips(report) if more else []
     seconds = round(time.monotonic() - begun, 1)
     if any(codes):
         return f"FAILED, exit code {max(codes, key=abs)}", seconds
+    if skipped and asked:
+        return f"FAILED{told(skipped)}", seconds
     if content(root, SOURCES + part.more) != here:
-        return "passed, but its sources changed meanwhile", seconds
-    memory.parent.mkdir(exist_ok=True)
-    told = {"content": here, "seconds": seconds, "date": time.strftime("%Y-%m-%d")}
-    memory.write_text(json.dumps(told) + "\n", encoding="utf-8")
-    return "passed", seconds
+        return f"passed, but its sources changed meanwhile{told(skipped)}", seconds
+    found = {"content": here, "seconds": seconds, "date": time.strftime("%Y-%m-%d")}
+    memory.write_text(json.dumps(found | {"skipped": skipped}) + "\n", encoding="utf-8")
+    return f"passed{told(skipped)}", seconds
+
+
+def skips(report: Path) -> list[str]:
+    """The reasons of pytest's report, one for each test; the report is gone afterwards."""
+    if not report.exists():  # pytest ended before it wrote one, and its exit code says so
+        return []
+    found = ElementTree.parse(report).iter("skipped")
+    report.unlink()
+    return [one.get("message", "") for one in found]
+
+
+def told(skipped: list[str]) -> str:
+    return f", {len(skipped)} skipped: {'; '.join(dict.fromkeys(skipped))}" if skipped else ""
 
 
 def main(names: list[str], parts: dict[str, Part] = PARTS, root: Path = ROOT) -> int:
@@ -145,7 +165,7 @@ def main(names: list[str], parts: dict[str, Part] = PARTS, root: Path = ROOT) ->
     rows = []
     for name in names or parts:
         print(f"=== {name}", flush=True)
-        rows.append((name, *run(name, parts[name], root)))
+        rows.append((name, *run(name, parts[name], root, asked=bool(names))))
     print(f"\n{'part':<14} {'seconds':>8}  state")
     for name, state, seconds in rows:
         print(f"{name:<14} {seconds:>8.1f}  {state}")

@@ -1,5 +1,5 @@
-"""The demo's claims, at full size: the model is the one that its file holds, it learns for each of
-three seeds within twelve minutes, and from the reward. `make env-demo` first.
+"""What the demo stands on: the model is the one that its file holds, and what teaches it is the
+reward. That it learns is in test_demo_seeds.py. `make env-demo` first.
 """
 
 import json
@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.verify import shuffled
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-env-demo" / "bin" / "python"
-pytestmark = [pytest.mark.verify, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(1200)]
 FOREIGN = """
 import sys, numpy, gguf
 writer = gguf.GGUFWriter(sys.argv[1], "gpt2")
@@ -24,7 +26,8 @@ writer.close()
 TEXTS = ("What is 12 + 7?", "  two  spaces\\n\\tand 2,048 tabs", "naïve 東京 1e-3", "<|im_end|>\\n")
 
 
-def demo(tmp_path: Path, *overrides: str) -> dict[str, float]:
+def run_demo(tmp_path: Path, *overrides: str) -> dict[str, float]:
+    """What it tells at its end."""
     words = ["-m", "rft.train", "experiment=demo", f"checkpoint_root_dir={tmp_path}", *overrides]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
@@ -71,16 +74,6 @@ def test_a_file_of_another_architecture_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_a_real_model_gets_better_for_three_seeds(tmp_path: Path) -> None:
-    gains = []
-    for seed in range(3):
-        outcome = demo(tmp_path, f"seed={seed}", f"name=demo_{seed}")
-        gains.append(outcome["after"] / outcome["before"])
-        assert outcome["seconds"] <= 720
-    assert min(gains) >= 1.6 and sum(gains) >= 3 * 2, gains
-
-
-def test_a_reward_that_ignores_the_answer_teaches_nothing(tmp_path: Path) -> None:
-    blind = f"{ROOT / 'tests' / 'verify' / 'blind.py'}:coin"
-    outcome = demo(tmp_path, f"buffer.explorer_input.default_reward_fn_type={blind}")
+def test_rewards_of_other_answers_teach_nothing(tmp_path: Path) -> None:
+    outcome = run_demo(tmp_path, shuffled.override())
     assert outcome["after"] <= 1.2 * outcome["before"]

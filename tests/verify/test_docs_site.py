@@ -17,13 +17,11 @@ FETCHED = re.compile(
     r"<(?:script|img|iframe)[^>]*\bsrc=\"?(?:https?:)?//|<link[^>]*\bhref=\"?(?:https?:)?//[^>]*stylesheet"
 )
 
-pytestmark = [
-    pytest.mark.verify,
-    pytest.mark.skipif(not PYTHON.exists(), reason="`make docs` makes .venv-docs"),
-]
+pytestmark = pytest.mark.verify
 
 
 def built(source: Path, site: Path) -> "subprocess.CompletedProcess[str]":
+    assert PYTHON.exists(), "`make verify` and `make docs` make .venv-docs"
     command = [PYTHON, "-m", "mkdocs", "build", "--strict", "--site-dir", site]
     alone = subprocess.run([*ALONE, "true"]).returncode == 0  # as root, or where users may
     return subprocess.run(

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.verify, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = (
     *("rft", "hydra_plugins", "configs", "launch"),
-    *("setup.py", "pyproject.toml", "README.md"),
+    *("setup.py", "pyproject.toml", "README.md", "LICENSE"),
 )
 RELEASED = os.environ.get("RFT_DIST")  # by `make release`: whose wheel is taken
 REQUIREMENTS = ROOT / "requirements"

@@ -1,7 +1,8 @@
-"""What `make release` has built, in empty directories: the sdist is the wheel's sources, and on
-Python 3.12, without any of its dependencies, the command answers.
+"""What `make release` has built, in empty directories: the sdist is the wheel's sources, both are
+of what is here, and on Python 3.12, without any of its dependencies, the command answers.
 
-That the quickstart runs from the same wheel is in test_installed.py, which `make release` runs too.
+That the quickstart runs from the same wheel, on 3.11, is in test_installed.py, which `make release`
+runs too. Alone, these tests have `make dist` build first; what is not committed is in no release.
 """
 
 import hashlib
@@ -16,19 +17,25 @@ import pytest
 from rft import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-DIST = os.environ.get("RFT_DIST")
+DIST = Path(os.environ.get("RFT_DIST", ROOT / "dist"))  # `make release` has built it
 OTHER = ROOT / ".venv-release" / "bin" / "python"  # 3.12, with what `rft config` wants and no torch
 
+# of the text that the foundation publishes, unchanged
+APACHE = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
 NOTES = ("direct_url.json", "RECORD", "WHEEL")
 
-pytestmark = [
-    pytest.mark.verify,
-    pytest.mark.skipif(not DIST, reason="`make release` builds what is tested here"),
-]
+pytestmark = pytest.mark.verify
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    if "RFT_DIST" not in os.environ:
+        done = subprocess.run(["make", "-C", ROOT, "dist"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def released(ending: str) -> Path:
-    (found,) = Path(str(DIST)).glob(f"rft-*{ending}")
+    (found,) = DIST.glob(f"rft-*{ending}")
     return found
 
 
@@ -76,9 +83,15 @@ def content(target: Path) -> dict[str, str]:
     }
 
 
-def test_nothing_of_a_desk_is_in_them() -> None:
+def sdist() -> dict[str, bytes | None]:
+    """What it holds, by name; None for a directory."""
     with tarfile.open(released(".tar.gz")) as archive:
-        names = ["/".join(name.split("/")[1:]) for name in archive.getnames()]
+        members = [(one, archive.extractfile(one)) for one in archive.getmembers()]
+        return {one.name.partition("/")[2]: file and file.read() for one, file in members}
+
+
+def test_nothing_of_a_desk_is_in_them() -> None:
+    names = sdist()
     known = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -87,6 +100,32 @@ def test_nothing_of_a_desk_is_in_them() -> None:
     tracked = set(known.stdout.split())
     directories = {str(parent) for name in tracked for parent in Path(name).parents}
     assert files <= tracked | directories
+
+
+def test_they_are_of_what_is_here() -> None:
+    differ = [
+        name
+        for name, data in sdist().items()
+        if data is not None and (ROOT / name).is_file() and (ROOT / name).read_bytes() != data
+    ]
+    assert not differ, "a release is of what is committed: commit these, or take them back"
+
+
+def test_their_license_is_said_and_there(tmp_path: Path) -> None:
+    target = installed(Path(sys.executable), released(".whl"), tmp_path / "wheel")
+    (notes,) = target.glob("rft-*.dist-info")
+    said = (notes / "METADATA").read_text("utf-8").splitlines()
+    assert "License-Expression: Apache-2.0" in said and "License-File: LICENSE" in said
+    text = (ROOT / "LICENSE").read_bytes()
+    assert (notes / "licenses" / "LICENSE").read_bytes() == text == sdist()["LICENSE"]
+    assert hashlib.sha256(text).hexdigest() == APACHE
+
+
+def test_the_quickstart_runs_by_the_other_python() -> None:
+    """test_installed.py trains by the one that this runs by."""
+    assert sys.version_info[:2] == (3, 11), (
+        "make setup DEVICE=cpu PYTHON=python3.11, in a clean .venv-cpu"
+    )
 
 
 def test_on_another_python_without_dependencies(tmp_path: Path) -> None:
