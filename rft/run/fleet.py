@@ -9,7 +9,8 @@ goes on.
 In: a way to make an engine's actor, and the synchronizer that admits engines (without one, in modes
 without a trainer, the engines are fixed and a death is the failure of the run). Out: states for
 `rft engines`, a line on the terminal for whoever comes or goes, and a failure when none can serve
-any more. One thread per engine, asleep until it ends. Invariants: the synchronizer hears that an
+any more. One thread per engine, which asks it for a sign of life until it ends: one that is silent
+for SILENT_S, on whatever machine, ends like a dead one. Invariants: the synchronizer hears that an
 engine is gone before another one takes its name; of an engine that ended no process is left on this
 machine; after `close` nothing is started; a synchronizer that died and is there again hears of
 every engine that lives (`reintroduce`), whoever comes or goes meanwhile.
@@ -35,6 +36,8 @@ from rft.trainer import control
 log = logging.getLogger(__name__)
 AGAIN_S = 0.5  # until a synchronizer that is gone is asked again
 ENDING_S = 8.0  # for vLLM's own orderly end
+# between two signs of life of an engine that has started, and without one until it is replaced
+BEAT_S, SILENT_S = 2.0, 30.0
 STATS_S = 5.0  # for an engine that is alive; one that loads does not answer
 Spawn = Callable[[str, str], EngineHandle]  # of (engine, the actor's own name)
 Failed = Callable[[str, str, Exception], None]
@@ -276,6 +279,25 @@ class EngineFleet:
             self._tell(Synchronizer.join, engine.name, handle)
         if not engine.started.done():
             engine.started.set_result(facts)
+        self._attend(handle, end)
+
+    def _attend(self, handle: EngineHandle, end: Any) -> None:
+        """Raise what ended the engine, or that it is silent: the actor, or by its word vLLM.
+
+        Counted in beats, so a stop of this process is none of the engine's.
+        """
+        import ray
+
+        asked, silent = handle.ask(RolloutEngine.is_silent), 0
+        while not ray.wait([end], timeout=BEAT_S)[0]:
+            if not ray.wait([asked], timeout=0)[0]:
+                silent += 1
+            else:
+                silent = silent + 1 if ray.get(asked) else 0
+                asked = handle.ask(RolloutEngine.is_silent)
+            if silent * BEAT_S >= SILENT_S:
+                handle.ask(RolloutEngine.dump_stacks)
+                raise TimeoutError(f"it lives, and has given no sign of it for {SILENT_S:g} s")
         ray.get(end)
         raise AssertionError("an engine's watch returned")
 

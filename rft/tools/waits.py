@@ -42,8 +42,9 @@ run/fleet.py
 EngineFleet._ask | the synchronizer | the caller's; none for its news | dead: asked again every \
 `AGAIN_S` until it is back or the run ends
 EngineFleet._retire | an engine's orderly end | `ENDING_S` | killed with all of its processes
-EngineFleet._serve | an engine starts, then ends | `START_S`, then none | started again; \
-stopped: `STOPPED_S`
+EngineFleet._attend | an engine's end; until then signs of life of its actor and its vLLM | none; \
+without a sign, asked for every `BEAT_S`: `SILENT_S` | started again
+EngineFleet._serve | an engine starts | `START_S` | started again
 EngineFleet._take_out | requests of a removed engine | `max_timeout` and `REPLY_S` | they run \
 again elsewhere
 EngineFleet.await_started | all engines start | `START_S` and `REPLY_S` | the run ends

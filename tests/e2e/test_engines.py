@@ -18,6 +18,7 @@ import ray
 
 from rft.ground.process import adopt_orphans
 from rft.ground.protocols import ActorHandle
+from rft.run import fleet as fleets
 from rft.run import restarts
 from rft.run.fleet import EngineFleet, PartFailed
 
@@ -31,6 +32,8 @@ HERE = {
 
 class Vllm:
     """An engine as far as the supervisor sees it, with a process of its own."""
+
+    is_mute = False
 
     async def start(self) -> dict[str, Any]:
         if os.environ["RFT_FAKE_START"] == "fails":
@@ -52,6 +55,17 @@ class Vllm:
         import asyncio
 
         await asyncio.shield(self.broken_or_not())
+
+    async def is_silent(self) -> bool:
+        return self.is_mute
+
+    async def fall_silent(self) -> None:
+        self.is_mute = True
+
+    async def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    async def dump_stacks(self) -> None: ...
 
     async def die(self, cause: str = "EngineCore was killed by SIGKILL") -> None:
         self.broken.set_exception(RuntimeError(cause))
@@ -294,6 +308,30 @@ def test_without_restarts_left_the_others_go_on_and_the_last_one_ends_the_run(
         "and no other engine is left"
     )
     assert fleet.states() == {"engine_0": "out", "engine_1": "out"}
+
+
+@pytest.mark.parametrize(
+    "silence",
+    ["fall_silent", pytest.param("stop", marks=pytest.mark.verify)],
+    ids=["vllm", "actor"],
+)
+def test_a_silent_engine_is_replaced(
+    made: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch, silence: str
+) -> None:
+    """As one whose device hangs, or one that is stopped where no kernel can be asked."""
+    monkeypatch.setattr(fleets, "BEAT_S", 0.05)
+    fleet = made().begin(1)
+    pids = fleet.call("engine_0", "pids")
+    getattr(fleet.engines.engines["engine_0"].handle.actor, silence).remote()
+    with monkeypatch.context() as impatient:
+        impatient.setattr(fleets, "SILENT_S", 0.5)
+        line = fleet.hear()[0]
+    assert line == (
+        "engine_0: TimeoutError: it lives, and has given no sign of it for 0.5 s; "
+        "started again (1 of 3)"
+    )
+    assert not any(map(is_running, pids))
+    assert fleet.hear() == ("engine_0: serves",)
 
 
 @pytest.mark.verify
