@@ -60,6 +60,8 @@ the run ends
 explore | versions, buffer, the explorer | `START_S`, `REPLY_S`; none for all of the work | the \
 run ends
 serve | versions, the address | `START_S`, `REPLY_S` | the run ends
+run/outer.py
+join | the killed watcher of stopped ranks | the kernel | -
 run/sidecar.py
 Sidecar._watch | the sidecar's end | none, looked at every `LOOK_S` | rank 0 ends; stopped: \
 killed after `STOPPED_S`
@@ -69,6 +71,7 @@ main | the launcher's end | none: it is the wait for its death | the sidecar clo
 run/standstill.py
 Standstill._run | the next look | `LOOK_S` | it looks
 Standstill.close | its thread | one look | -
+main | its thread, beside ranks without a sidecar | none: it ends with their first rank | -
 run/supervisor.py
 Supervisor.close | what is left of the run | `LAST_S` | killed
 Supervisor.first_event | what ends the stage | none: any part's end or failure | the stage ends
