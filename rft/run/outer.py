@@ -4,8 +4,8 @@ Every process here is a trainer rank of one stage; for the next stage it starts 
 process id). Rank 0 also checks the config and starts a sidecar (`rft.run.sidecar`), once per stage,
 in an OS session of its own: the sidecar supervises Ray and its actors and outlives ranks that
 torchrun restarts (the next rank 0 finds it by its lock file). Rank 0 ends when its sidecar does,
-and so do all. A node that no sidecar is on (a stage of files; others than rank 0's) has a watcher of
-stopped ranks instead (`rft.run.standstill`).
+and so do all. A node that no sidecar is on (a stage of files; others than rank 0's) has a watcher
+of stopped ranks instead (`rft.run.standstill`).
 
     torchrun ─► rank 0 ─► sidecar (Ray: buffer, engines, synchronizer, explorer)
              ─► rank 1..n          wait in the launcher's store for the stage that rank 0 announces

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
-from rft.ground.process import die_with_parent, family, kill_these
+from rft.ground.process import die_with_parent, family, is_stopped, kill_these
 
 LOOK_S = 2.0  # no event tells that somebody else's child was stopped
 EXPLORER = "ray::Explorer"  # as Ray calls its process
@@ -98,13 +98,6 @@ def parents(process: psutil.Process) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.parents()
     return []
-
-
-def is_stopped(process: psutil.Process) -> bool:
-    """Not one that a debugger holds: that has another state."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status() == psutil.STATUS_STOPPED
-    return False
 
 
 def is_explorer(process: psutil.Process) -> bool:

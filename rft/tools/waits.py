@@ -128,7 +128,8 @@ EnginePool.generate | an engine that serves | none: the task's `max_timeout` | t
 ResizableSemaphore.__aenter__ | a place | none: tasks end within `max_timeout` | -
 rollout/reward_pool.py
 RewardPool._ask | a worker loads | `_load_timeout_s` | killed
-RewardPool._reply | a reward | `timeout_s` | killed; an outcome of its own
+RewardPool._heard | a reward | `timeout_s` in which its worker is not stopped; stopped: \
+`STOPPED_S` | killed; an outcome of its own; stopped: done again, once
 rollout/runner.py
 Runner.run | one task | `max_timeout`, or the limit of its step | cancelled, tried again
 end | a cancelled workflow | `CANCEL_S` | left alone, without engines
