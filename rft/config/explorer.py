@@ -67,7 +67,8 @@ class RolloutModelConfig(EngineConfig):
     ] = None
     max_restarts: Annotated[
         NonNegInt,
-        "how often each engine that died is started again; 0: the run ends with the first",
+        "how often within an hour each engine that died is started again; 0: the run ends with the "
+        "first",
     ] = 3
     enable_openai_api: Annotated[
         Bool, "agents reach the engines as OpenAI's API: docs/agents.md; on where it is needed"

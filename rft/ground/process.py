@@ -237,6 +237,13 @@ def family(pid: int) -> list[psutil.Process]:
     return []
 
 
+def is_stopped(process: psutil.Process) -> bool:
+    """As the kernel shows it. Not one that a debugger holds: that has another state."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_STOPPED
+    return False
+
+
 def kill_family(pid: int) -> list[psutil.Process]:
     """Kill a process, the group that it leads, which may outlive it, and all of its descendants,
     stopped ones and those that left the group too. Waits for none; returns the family.
@@ -379,6 +386,10 @@ class Child:
     @property
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def stopped(self) -> bool:
+        return self._process is not None and any(map(is_stopped, family(self._process.pid)[:1]))
 
     async def send(self, body: bytes) -> None:
         assert self._socket is not None

@@ -12,11 +12,12 @@ returned token carries the version of exactly the weights that produced it.
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from math import prod
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ from rft.ground.names import (
     hf_names,
     read_hf_config,
 )
-from rft.ground.process import ending
+from rft.ground.process import ending, family
 from rft.monitor import trace
 from rft.monitor.logs import STACKS_SIGNAL
 from rft.rollout.adapter_serving import ServedAdapter
@@ -70,6 +71,9 @@ WORK_BYTES = 3 * GIB  # of an engine: context, graphs, activations of one chunk 
 SAMPLER_COPIES = (
     4 * 4
 )  # bytes per request and word: logits, their log-probabilities, sorted, masked
+# an engine's first answer may wait for kernels that are compiled for it
+FIRST_S = 300.0
+LITTLE_S = 0.05  # of processor time, between two beats: what a process needs that only waits
 SHUTDOWN_S = 5.0  # for vLLM's own orderly end; afterwards it kills its processes
 STOPS: dict[str | None, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 # what vLLM must not do: phone home, talk on the user's terminal, resolve this machine's public
@@ -114,6 +118,10 @@ class RolloutEngine(EngineWeights):
         self.colocated = colocated  # the trainer has the same devices
         self._broken: asyncio.Future[None] | None = None
         self._stopping = False
+        self._first: float | None = None  # when its first request came
+        self._asked: asyncio.Future[bool] | None = None  # for a sign of life
+        self._processes: list[psutil.Process] = []  # vLLM's
+        self._computed_s = 0.0  # by them, at the last look
 
     async def start(self, version: int = 0) -> dict[str, Any]:
         """Load the model, labelled `version`; blocks this actor until vLLM serves.
@@ -239,6 +247,7 @@ class RolloutEngine(EngineWeights):
     def _counted(self) -> Iterator[None]:
         """One more request under way, on the timeline."""
         self._running += 1
+        self._first = self._first or time.monotonic()
         trace.count("requests", self._running)
         try:
             yield
@@ -298,6 +307,7 @@ class RolloutEngine(EngineWeights):
         """
         assert self.llm is not None
         processes = list(self.llm.engine_core.resources.engine_manager.processes)
+        self._processes = [one for core in processes for one in family(core.pid)]
         failure, loop = self._failure(), asyncio.get_running_loop()
 
         def report(process: Any) -> None:
@@ -316,6 +326,28 @@ class RolloutEngine(EngineWeights):
         threading.Thread(
             target=sleep_until_one_ends, name=f"{self.name}-watch", daemon=True
         ).start()
+
+    async def is_silent(self) -> bool:
+        """Whether vLLM still owes the answer to a question that costs it nothing, asked by the call
+        before, and nothing that may take long keeps it.
+        """
+        keeps = self._is_kept()
+        if self._asked is not None and not self._asked.done():
+            return not keeps
+        if self.llm is not None:
+            self._asked = asyncio.ensure_future(self.llm.is_sleeping())
+            # what ends vLLM is told by `watch`
+            self._asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
+        return False
+
+    def _is_kept(self) -> bool:
+        """By a change of weights, by its first request, or by its work: on a CPU, where a step may
+        take long, that is seen; on a GPU who waits for a device that hangs is as busy.
+        """
+        before, self._computed_s = self._computed_s, sum(map(computed_s, self._processes))
+        is_first = not self.requests and time.monotonic() - (self._first or math.inf) < FIRST_S
+        works = self.device_kind == "cpu" and self._computed_s - before > LITTLE_S
+        return self.is_changing or is_first or works
 
     async def dump_stacks(self) -> None:
         """Every thread of this engine's processes, into their logs:
@@ -356,6 +388,13 @@ class RolloutEngine(EngineWeights):
             llm, self.llm = self.llm, None
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
             self.channel.close()
+
+
+def computed_s(process: psutil.Process) -> float:
+    with suppress(psutil.NoSuchProcess):
+        times = process.cpu_times()
+        return times.user + times.system
+    return 0.0
 
 
 def card_bytes() -> int:

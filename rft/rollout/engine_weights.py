@@ -114,6 +114,12 @@ class EngineWeights:
         self._kv = "recompute"
         self._room_s = 600.0  # for requests of old adapters to end, before a new one has a place
         self._round = asyncio.Lock()
+        self._staging = False
+
+    @property
+    def is_changing(self) -> bool:
+        """Weights come or go between two steps, which has deadlines of its own."""
+        return self.turns.asleep or self._round.locked() and not self._staging
 
     async def check_plan(self, plan: dict[str, Any]) -> None:
         """Raises ValueError listing what this engine's model and the plan of a trainer's streams do
@@ -199,7 +205,11 @@ class EngineWeights:
         if coming.direct:
             return Received()
         async with self._round, within_reach(coming) as here:
-            first, *_ = await self.channel.stage(here)
+            self._staging = True
+            try:
+                first, *_ = await self.channel.stage(here)
+            finally:
+                self._staging = False
         if first.error and first.blame != MISSED:
             raise RoundFailed(
                 f"{self.name} did not receive version {coming.version}: {first.error}",

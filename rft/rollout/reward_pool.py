@@ -7,8 +7,9 @@
                           └── killed with its process group and replaced, when it hangs or dies
 
 Invariant: every response gets exactly one result, in order, and an infrastructure failure never
-looks like a reward: the item that hung is "timeout"; the item whose process died runs once more, in
-the replacement, and is "error" where that dies too; the items behind it run in the replacement.
+looks like a reward: the item that hung is "timeout" (time for which the worker, or this process,
+was stopped does not count); the item whose process died runs once more, in the replacement, and is
+"error" where that dies too; the items behind it run in the replacement.
 """
 
 import asyncio
@@ -22,6 +23,8 @@ from rft.rollout.reward_worker import UNKNOWN, Loaded, Reply, RewardResult, Scor
 
 # start of the interpreter and import of user code; sympy alone takes seconds on a busy machine
 LOAD_TIMEOUT_S = 120.0
+LOOKS = 20  # at the worker, within a deadline
+STOPPED_S = 30.0  # a worker that is stopped for so long does not go on by itself
 Item = tuple[Task, str] | tuple[Task, str, int]
 WORKER = "rft.rollout.reward_worker"
 Answer = TypeVar("Answer", Loaded, RewardResult)
@@ -122,12 +125,30 @@ class RewardPool:
 
     async def _reply(self, worker: "Child", kind: type[Answer], timeout_s: float) -> Answer:
         if (data := worker.come()) is None:
-            async with asyncio.timeout(timeout_s):
-                data = await worker.receive()
+            data = await self._heard(worker, timeout_s)
         reply = decode(data, Reply)
         if not isinstance(reply, kind):
             raise EOFError(f"out of order: {type(reply).__name__} instead of {kind.__name__}")
         return reply
+
+    async def _heard(self, worker: "Child", timeout_s: float) -> bytes:
+        """The next message. Raises TimeoutError after `timeout_s` of looks at which the worker was
+        not stopped; EOFError where it stays so. A stop of this process counts as one look.
+        """
+        coming, look_s = asyncio.ensure_future(worker.receive()), timeout_s / LOOKS
+        works = stopped = 0
+        try:
+            while not (await asyncio.wait({coming}, timeout=look_s))[0]:
+                is_stopped = worker.stopped
+                works, stopped = works + (not is_stopped), stopped + is_stopped
+                if works >= LOOKS:
+                    raise TimeoutError
+                if stopped * look_s > STOPPED_S:
+                    raise EOFError("the worker stays stopped")
+            return coming.result()
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
 
     async def _blame(
         self, error: Exception, task: Task, limit_s: float, worker: "Child"

@@ -4,12 +4,13 @@ goes on.
     starting ──join──► joining ◄──────► serving ──drain──► leaving ──► (forgotten)
        ▲                  │  admitted,     │
        │                  │  or not        │
-       └── again ─────────┴─── died ───────┴──► out (no restart is left)
+       └── again ─────────┴─── died ───────┴──► out (no restart is left within the hour)
 
 In: a way to make an engine's actor, and the synchronizer that admits engines (without one, in modes
 without a trainer, the engines are fixed and a death is the failure of the run). Out: states for
 `rft engines`, a line on the terminal for whoever comes or goes, and a failure when none can serve
-any more. One thread per engine, asleep until it ends. Invariants: the synchronizer hears that an
+any more. One thread per engine, which asks it for a sign of life until it ends: one that is silent
+for SILENT_S, on whatever machine, ends like a dead one. Invariants: the synchronizer hears that an
 engine is gone before another one takes its name; of an engine that ended no process is left on this
 machine; after `close` nothing is started; a synchronizer that died and is there again hears of
 every engine that lives (`reintroduce`), whoever comes or goes meanwhile.
@@ -17,6 +18,7 @@ every engine that lives (`reintroduce`), whoever comes or goes meanwhile.
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,12 +29,15 @@ from rft.ground.process import end_marked
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import Explorer, ExplorerHandle
 from rft.rollout.pool import EngineHandle
+from rft.run.restarts import Restarts
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 from rft.trainer import control
 
 log = logging.getLogger(__name__)
 AGAIN_S = 0.5  # until a synchronizer that is gone is asked again
 ENDING_S = 8.0  # for vLLM's own orderly end
+# between two signs of life of an engine that has started, and without one until it is replaced
+BEAT_S, SILENT_S = 2.0, 30.0
 STATS_S = 5.0  # for an engine that is alive; one that loads does not answer
 Spawn = Callable[[str, str], EngineHandle]  # of (engine, the actor's own name)
 Failed = Callable[[str, str, Exception], None]
@@ -57,8 +62,9 @@ class FleetMember:
     name: str
     handle: EngineHandle
     log_file: Path
+    budget: Restarts
     state: str = "starting"
-    restarts: int = 0
+    restarts: int = 0  # in all of the run
     cause: str = ""  # of its last end
     is_news: bool = False  # its admission is told on the terminal
     started: "Future[dict[str, Any]]" = field(default_factory=Future)  # for the first time
@@ -81,12 +87,15 @@ class EngineFleet:
         max_restarts: int,
         failed: Failed,
         say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ):
+        """`max_restarts`: of each engine, within any hour."""
         self.spawn = spawn
         self.log_dir = log_dir
         self.max_restarts = max_restarts
         self.failed = failed
         self.say = say
+        self.clock = clock
         self.engines: dict[str, FleetMember] = {}
         self.threads: list[threading.Thread] = []
         self.synchronizer: SynchronizerHandle | None = None
@@ -110,7 +119,11 @@ class EngineFleet:
                 name = f"engine_{self._next}"
                 self._next += 1
                 engine = FleetMember(
-                    name, self.spawn(name, name), self.log_dir / f"{name}.log", is_news=is_news
+                    name,
+                    self.spawn(name, name),
+                    self.log_dir / f"{name}.log",
+                    Restarts(self.max_restarts, self.clock),
+                    is_news=is_news,
                 )
                 self.engines[name] = engine
                 handles[name] = engine.handle
@@ -266,6 +279,25 @@ class EngineFleet:
             self._tell(Synchronizer.join, engine.name, handle)
         if not engine.started.done():
             engine.started.set_result(facts)
+        self._attend(handle, end)
+
+    def _attend(self, handle: EngineHandle, end: Any) -> None:
+        """Raise what ended the engine, or that it is silent: the actor, or by its word vLLM.
+
+        Counted in beats, so a stop of this process is none of the engine's.
+        """
+        import ray
+
+        asked, silent = handle.ask(RolloutEngine.is_silent), 0
+        while not ray.wait([end], timeout=BEAT_S)[0]:
+            if not ray.wait([asked], timeout=0)[0]:
+                silent += 1
+            else:
+                silent = silent + 1 if ray.get(asked) else 0
+                asked = handle.ask(RolloutEngine.is_silent)
+            if silent * BEAT_S >= SILENT_S:
+                handle.ask(RolloutEngine.dump_stacks)
+                raise TimeoutError(f"it lives, and has given no sign of it for {SILENT_S:g} s")
         ray.get(end)
         raise AssertionError("an engine's watch returned")
 
@@ -286,11 +318,11 @@ class EngineFleet:
         with self._lock:
             if self.closing or engine.state == "leaving":  # since then
                 return False
-            if engine.restarts == self.max_restarts:
+            if not engine.budget.allow(engine.cause):
                 return self._give_up(engine)
             engine.restarts += 1
             self.say(
-                f"{engine.name}: {engine.cause}; started again ({engine.restarts} of "
+                f"{engine.name}: {engine.cause}; started again ({engine.budget.used} of "
                 f"{self.max_restarts})"
             )
             engine.handle = self.spawn(engine.name, f"{engine.name}.{engine.restarts}")
@@ -309,11 +341,13 @@ class EngineFleet:
         return False
 
     def _give_up(self, engine: FleetMember) -> bool:
-        engine.state = "out"
+        engine.state, first = "out", engine.budget.first
         why = (
-            f"{engine.cause}, after {engine.restarts} restarts "
+            f"{first}, after {self.max_restarts} restarts within an hour "
             "(explorer.rollout_model.max_restarts)"
         )
+        if engine.cause != first:
+            why += f"; the last cause: {engine.cause}"
         log.error("%s stays out: %s", engine.name, why)
         if any(other.is_alive or other.state == "ending" for other in self.engines.values()):
             self.say(f"warning: {engine.name} stays out: {why}; the run goes on without it")

@@ -4,7 +4,8 @@ Every process here is a trainer rank of one stage; for the next stage it starts 
 process id). Rank 0 also checks the config and starts a sidecar (`rft.run.sidecar`), once per stage,
 in an OS session of its own: the sidecar supervises Ray and its actors and outlives ranks that
 torchrun restarts (the next rank 0 finds it by its lock file). Rank 0 ends when its sidecar does,
-and so do all.
+and so do all. A node that no sidecar is on (a stage of files; others than rank 0's) has a watcher
+of stopped ranks instead (`rft.run.standstill`).
 
     torchrun ─► rank 0 ─► sidecar (Ray: buffer, engines, synchronizer, explorer)
              ─► rank 1..n          wait in the launcher's store for the stage that rank 0 announces
@@ -32,7 +33,7 @@ from rft.ground.errors import refuse
 from rft.ground.experience import Record
 from rft.ground.plugins import imported
 from rft.monitor import logs, trace
-from rft.run import owners, sidecar
+from rft.run import owners, sidecar, standstill
 from rft.run.cards import launched, nodes_of
 from rft.run.stages import StageFailed, finished, ready
 from rft.run.supervisor import start_table
@@ -84,10 +85,15 @@ def join(raw: DictConfig, prepared: Prepared, check: Check) -> int:
     if told.code is not None:
         return told.code
     os.environ.update(told.environment)
-    beside = None
+    beside = watcher = None
     if number == 0 and told.sidecar:
         beside = sidecar.Sidecar(Path(told.resolved).parent)
+    elif os.environ["LOCAL_RANK"] == "0":
+        watcher = standstill.beside_ranks()
     code = rank.main(told.resolved, terminal=streams[1])
+    if watcher is not None:
+        watcher.kill()
+        watcher.wait()
     if beside is not None:
         beside.end(configs.load(told.resolved).shutdown_grace_s + END_S)
     if code == 0:

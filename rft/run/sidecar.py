@@ -27,10 +27,10 @@ from pathlib import Path
 
 from rft import config as configs
 from rft.ground import durable, redact
-from rft.ground.process import adopt_orphans, await_end, end_family, family
+from rft.ground.process import adopt_orphans, await_end, end_family, family, is_stopped
 from rft.monitor import logs
 from rft.run.stages import StageFailed
-from rft.run.standstill import LOOK_S, Looks, is_stopped
+from rft.run.standstill import LOOK_S, Looks
 from rft.run.supervisor import Event, Events, Supervisor, failure, signals_as_events
 from rft.trainer import control
 

@@ -5,6 +5,9 @@ them). Their end is what every part is made for; their silence may be noticed by
                ──stopped for STOPPED_S──► a line for the user, SIGKILL ──► the part died: whoever
                                                                            watches it goes on
 
+    python -m rft.run.standstill LAUNCHER RANK    the same beside ranks that an outer launcher
+                                                  started where no sidecar is, tied to RANK's life
+
 In: what the kernel says of each process, so a busy part is never taken for a stopped one. Out:
 whatever the death of that part leads to (`rft.run.fleet`, torch's launcher, a failure). Invariants:
 what user code started in the explorer is its own business; a stop of the watcher itself, all of it
@@ -13,12 +16,14 @@ with its parts maybe, counts as one look.
 
 import contextlib
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable
 
 import psutil
 
-from rft.ground.process import family, kill_these
+from rft.ground.process import die_with_parent, family, is_stopped, kill_these
 
 LOOK_S = 2.0  # no event tells that somebody else's child was stopped
 EXPLORER = "ray::Explorer"  # as Ray calls its process
@@ -70,6 +75,19 @@ class Standstill:
                 kill_these([process])
 
 
+def beside_ranks() -> "subprocess.Popen[bytes]":
+    """Watch whoever this rank's launcher has started on this machine, until this rank ends, from a
+    process of its own: one that is stopped itself watches nobody.
+    """
+    command = [sys.executable, "-m", "rft.run.standstill", str(os.getppid()), str(os.getpid())]
+    return subprocess.Popen(command, stdout=2, start_new_session=True)
+
+
+def main(launcher: int, rank: int) -> None:
+    if die_with_parent(rank):
+        Standstill(lambda line: print(line, flush=True), launcher).thread.join()
+
+
 def stopped_parts(*roots: int) -> set[psutil.Process]:
     """Of all descendants, but what user code may have started and stopped."""
     found = {one for root in roots for one in family(root) if one.pid not in roots}
@@ -82,13 +100,6 @@ def parents(process: psutil.Process) -> list[psutil.Process]:
     return []
 
 
-def is_stopped(process: psutil.Process) -> bool:
-    """Not one that a debugger holds: that has another state."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status() == psutil.STATUS_STOPPED
-    return False
-
-
 def is_explorer(process: psutil.Process) -> bool:
     return named(process).startswith(EXPLORER)
 
@@ -98,3 +109,7 @@ def named(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         return " ".join(process.cmdline()).strip()
     return ""
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

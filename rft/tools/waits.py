@@ -42,8 +42,9 @@ run/fleet.py
 EngineFleet._ask | the synchronizer | the caller's; none for its news | dead: asked again every \
 `AGAIN_S` until it is back or the run ends
 EngineFleet._retire | an engine's orderly end | `ENDING_S` | killed with all of its processes
-EngineFleet._serve | an engine starts, then ends | `START_S`, then none | started again; \
-stopped: `STOPPED_S`
+EngineFleet._attend | an engine's end; until then signs of life of its actor and its vLLM | none; \
+without a sign, asked for every `BEAT_S`: `SILENT_S` | started again
+EngineFleet._serve | an engine starts | `START_S` | started again
 EngineFleet._take_out | requests of a removed engine | `max_timeout` and `REPLY_S` | they run \
 again elsewhere
 EngineFleet.await_started | all engines start | `START_S` and `REPLY_S` | the run ends
@@ -59,6 +60,8 @@ the run ends
 explore | versions, buffer, the explorer | `START_S`, `REPLY_S`; none for all of the work | the \
 run ends
 serve | versions, the address | `START_S`, `REPLY_S` | the run ends
+run/outer.py
+join | the killed watcher of stopped ranks | the kernel | -
 run/sidecar.py
 Sidecar._watch | the sidecar's end | none, looked at every `LOOK_S` | rank 0 ends; stopped: \
 killed after `STOPPED_S`
@@ -68,6 +71,7 @@ main | the launcher's end | none: it is the wait for its death | the sidecar clo
 run/standstill.py
 Standstill._run | the next look | `LOOK_S` | it looks
 Standstill.close | its thread | one look | -
+main | its thread, beside ranks without a sidecar | none: it ends with their first rank | -
 run/supervisor.py
 Supervisor.close | what is left of the run | `LAST_S` | killed
 Supervisor.first_event | what ends the stage | none: any part's end or failure | the stage ends
@@ -124,7 +128,8 @@ EnginePool.generate | an engine that serves | none: the task's `max_timeout` | t
 ResizableSemaphore.__aenter__ | a place | none: tasks end within `max_timeout` | -
 rollout/reward_pool.py
 RewardPool._ask | a worker loads | `_load_timeout_s` | killed
-RewardPool._reply | a reward | `timeout_s` | killed; an outcome of its own
+RewardPool._heard | a reward | `timeout_s` in which its worker is not stopped; stopped: \
+`STOPPED_S` | killed; an outcome of its own; stopped: done again, once
 rollout/runner.py
 Runner.run | one task | `max_timeout`, or the limit of its step | cancelled, tried again
 end | a cancelled workflow | `CANCEL_S` | left alone, without engines

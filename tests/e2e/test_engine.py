@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import ray
 import torch
@@ -148,18 +149,40 @@ def test_an_answer_has_the_form_that_a_request_asks_for(first_weights: Any) -> N
 # --- life -----------------------------------------------------------------------------------------
 
 
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
+
+
 def test_a_healthy_engine_does_not_end_its_watch(engine: Any) -> None:
     assert ray.wait([engine.watch.remote()], timeout=0.05)[0] == []
     facts = ray.get(engine.stats.remote())
     assert facts["name"] == "engine_0" and facts["poisoned"] is None and facts["active"] == 0
 
 
+def test_an_engine_whose_core_stands_still_is_silent_until_it_goes_on(first_weights: Any) -> None:
+    """The actor itself answers all the time. That core is asked in the order of its work."""
+    answer(ask(first_weights, max_tokens=5))  # a first one may wait for what is compiled
+    cores = [one for one in psutil.Process().children(recursive=True) if "EngineCore" in title(one)]
+    for core in cores:
+        core.suspend()
+    try:
+        while not ray.get(first_weights.is_silent.remote(), timeout=60):
+            pass
+    finally:
+        for core in cores:
+            core.resume()
+    while ray.get(first_weights.is_silent.remote(), timeout=60):
+        pass
+    assert len(answer(ask(first_weights, max_tokens=5))[0].tokens) == 5
+
+
 @pytest.mark.verify
 def test_a_killed_engine_is_named_and_leaves_no_process(
     ray_session: None, model_dirs: tuple[Path, Path]
 ) -> None:
-    import psutil
-
     from rft.config import ModelConfig, RolloutModelConfig
     from rft.ground.rounds import Round
     from rft.rollout.engine import EngineDied, RolloutEngine

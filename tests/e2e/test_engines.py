@@ -18,6 +18,8 @@ import ray
 
 from rft.ground.process import adopt_orphans
 from rft.ground.protocols import ActorHandle
+from rft.run import fleet as fleets
+from rft.run import restarts
 from rft.run.fleet import EngineFleet, PartFailed
 
 WAIT_S = 120.0  # for Ray on a busy machine
@@ -30,6 +32,8 @@ HERE = {
 
 class Vllm:
     """An engine as far as the supervisor sees it, with a process of its own."""
+
+    is_mute = False
 
     async def start(self) -> dict[str, Any]:
         if os.environ["RFT_FAKE_START"] == "fails":
@@ -52,8 +56,19 @@ class Vllm:
 
         await asyncio.shield(self.broken_or_not())
 
-    async def die(self) -> None:
-        self.broken.set_exception(RuntimeError("EngineCore was killed by SIGKILL"))
+    async def is_silent(self) -> bool:
+        return self.is_mute
+
+    async def fall_silent(self) -> None:
+        self.is_mute = True
+
+    async def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    async def dump_stacks(self) -> None: ...
+
+    async def die(self, cause: str = "EngineCore was killed by SIGKILL") -> None:
+        self.broken.set_exception(RuntimeError(cause))
 
     async def pids(self) -> list[int]:
         return [os.getpid(), self.child.pid]
@@ -161,16 +176,18 @@ def actor(cls: type, name: str | None = None, **environment: str) -> Any:
 class Fleet:
     """`EngineFleet` and the actors around it; `told`: every line and every failure, in order."""
 
-    def __init__(self, log_dir: Path, restarts: int, followed: bool = True):
+    def __init__(self, log_dir: Path, budget: int, followed: bool = True):
         self.log_dir = log_dir
         self.start = "works"
+        self.now = 0.0  # seconds, of the clock of the budgets
         self.told: queue.Queue[tuple[str, ...]] = queue.Queue()
         self.engines = EngineFleet(
             self._spawn,
             log_dir,
-            restarts,
+            budget,
             lambda part, phase, error: self.told.put((part, phase, str(error))),
             lambda line: self.told.put((line,)),
+            lambda: self.now,
         )
         self.synchronizer = ActorHandle(actor(Synchronizer)) if followed else None
         self.explorer = ActorHandle(actor(Explorer))
@@ -194,10 +211,9 @@ class Fleet:
     def hear(self) -> tuple[str, ...]:
         return self.told.get(timeout=WAIT_S)
 
-    def call(self, engine: str, method: str) -> Any:
-        return ray.get(
-            getattr(self.engines.engines[engine].handle.actor, method).remote(), timeout=WAIT_S
-        )
+    def call(self, engine: str, method: str, *arguments: Any) -> Any:
+        actor = self.engines.engines[engine].handle.actor
+        return ray.get(getattr(actor, method).remote(*arguments), timeout=WAIT_S)
 
     def heard(self) -> list[tuple[str, ...]]:
         return ray.get(self.synchronizer.ask(Synchronizer.heard), timeout=WAIT_S)
@@ -231,8 +247,8 @@ def made(ray_session: None, tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
     adopt_orphans()
     fleets: list[Fleet] = []
 
-    def make(restarts: int = 3, followed: bool = True) -> Fleet:
-        fleets.append(Fleet(tmp_path, restarts, followed))
+    def make(budget: int = 3, followed: bool = True) -> Fleet:
+        fleets.append(Fleet(tmp_path, budget, followed))
         return fleets[-1]
 
     yield make
@@ -278,7 +294,7 @@ def test_an_engine_that_dies_is_started_again_and_nothing_of_it_is_left(
 def test_without_restarts_left_the_others_go_on_and_the_last_one_ends_the_run(
     made: Callable[..., Fleet],
 ) -> None:
-    fleet = made(restarts=1).begin(2)
+    fleet = made(budget=1).begin(2)
     for name, words in (("engine_0", "the run goes on without it"), ("engine_1", None)):
         fleet.call(name, "die")
         assert "started again (1 of 1)" in fleet.hear()[0]
@@ -292,6 +308,50 @@ def test_without_restarts_left_the_others_go_on_and_the_last_one_ends_the_run(
         "and no other engine is left"
     )
     assert fleet.states() == {"engine_0": "out", "engine_1": "out"}
+
+
+@pytest.mark.parametrize(
+    "silence",
+    ["fall_silent", pytest.param("stop", marks=pytest.mark.verify)],
+    ids=["vllm", "actor"],
+)
+def test_a_silent_engine_is_replaced(
+    made: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch, silence: str
+) -> None:
+    """As one whose device hangs, or one that is stopped where no kernel can be asked."""
+    monkeypatch.setattr(fleets, "BEAT_S", 0.05)
+    fleet = made().begin(1)
+    pids = fleet.call("engine_0", "pids")
+    getattr(fleet.engines.engines["engine_0"].handle.actor, silence).remote()
+    with monkeypatch.context() as impatient:
+        impatient.setattr(fleets, "SILENT_S", 0.5)
+        line = fleet.hear()[0]
+    assert line == (
+        "engine_0: TimeoutError: it lives, and has given no sign of it for 0.5 s; "
+        "started again (1 of 3)"
+    )
+    assert not any(map(is_running, pids))
+    assert fleet.hear() == ("engine_0: serves",)
+
+
+@pytest.mark.verify
+def test_restarts_count_within_an_hour_and_the_first_cause_is_named(
+    made: Callable[..., Fleet],
+) -> None:
+    fleet = made(budget=1).begin(1)
+    for cause in ("disk", "card"):  # more than an hour lies between them
+        fleet.call("engine_0", "die", cause)
+        assert fleet.hear() == (f"engine_0: RuntimeError: {cause}; started again (1 of 1)",)
+        assert fleet.hear() == ("engine_0: serves",)
+        fleet.now += restarts.HOUR_S
+    fleet.now -= 1.0
+    fleet.call("engine_0", "die", "lost files")
+    part, _, told = fleet.hear()
+    assert (part, told) == (
+        "engine_0",
+        "RuntimeError: card, after 1 restarts within an hour (explorer.rollout_model.max_restarts)"
+        "; the last cause: RuntimeError: lost files, and no other engine is left",
+    )
 
 
 @pytest.mark.parametrize(
@@ -319,7 +379,7 @@ def test_one_that_cannot_start_at_the_beginning_ends_the_run_at_once(
 
 @pytest.mark.verify
 def test_one_that_cannot_start_later_stays_out(made: Callable[..., Fleet]) -> None:
-    fleet = made(restarts=1).begin(1)
+    fleet = made(budget=1).begin(1)
     fleet.start = "fails"
     assert fleet.engines.answer({"add": 1}) == {"begun": ["engine_1"]}
     assert fleet.hear() == ("engine_1: RuntimeError: CUDA out of memory; started again (1 of 1)",)

@@ -82,6 +82,20 @@ def test_torchrun_when_a_part_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.verify
+def test_a_single_rank_of_files_that_is_stopped_is_ended(tmp_path: Path) -> None:
+    """A run of files has no sidecar. Nothing is left."""
+    one = ["trainer.num_ranks=1", "trainer.megatron.tensor_model_parallel_size=1"]
+    long = "stages.0.trainer.total_steps=100000"
+    with torchrun(1, *COMMAND, *one, long, f"checkpoint_root_dir={tmp_path}") as run:
+        run.wait_step(1)
+        ranks = [one for one in run.family() if "rft.train" in one.cmdline()]
+        rank = max(ranks, key=lambda one: len(one.parents()))
+        rank.suspend()
+        assert run.end() != 0
+        assert f"(process {rank.pid}) has been stopped for 30 s, and is killed" in run.errors()
+
+
+@pytest.mark.verify
 def test_refused_in_one_line_on_all_ranks(tmp_path: Path) -> None:
     """World size and num_ranks differ: every rank ends with the code of a refused config, one of
     them says why.

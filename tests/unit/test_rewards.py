@@ -5,6 +5,7 @@ hang, raise, print, exit and get killed.
 import asyncio
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 from rft.config import ConfigError
 from rft.ground.experience import Sampling, Task
 from rft.ground.process import Child
-from rft.rollout import rewards
+from rft.rollout import reward_pool, rewards
 from rft.rollout.reward_pool import RewardPool
 from rft.rollout.rewards.text import last_boxed
 
@@ -313,6 +314,85 @@ def test_a_worker_killed_over_a_reward_does_it_again(tmp_path: Path) -> None:
         assert pool.replaced == 1
 
     with_pool(body)
+
+
+STOPS = """
+import os, signal
+def f(response, truth, task, place):
+    if not os.path.exists(f"{place}/again"):
+        open(f"{place}/again", "w").close()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 0.5
+"""
+
+
+def test_time_in_which_a_worker_is_stopped_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped for longer than a reward may take, then let go on."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    stops = task(f"{tmp_path / 'stops.py'}:f", place=str(tmp_path))
+    looks = 0
+
+    class Watched(Child):
+        @property
+        def stopped(self) -> bool:
+            nonlocal looks
+            assert self._process is not None
+            is_stopped = super().stopped
+            looks += is_stopped
+            if looks == 2 * reward_pool.LOOKS:
+                self._process.send_signal(signal.SIGCONT)
+            return is_stopped
+
+    monkeypatch.setattr(reward_pool, "Child", Watched)
+
+    async def body(pool: RewardPool) -> None:
+        found = [(result.outcome, result.reward) for result in await pool.score([(stops, "a")])]
+        assert found == [("ok", 0.5)]
+        assert pool.replaced == 0 and looks >= 2 * reward_pool.LOOKS
+
+    with_pool(body, timeout_s=2.0)
+
+
+def test_a_worker_that_stays_stopped_is_replaced_and_its_reward_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stops.py").write_text(STOPS)
+    stops = task(f"{tmp_path / 'stops.py'}:f", place=str(tmp_path))
+    monkeypatch.setattr(reward_pool, "STOPPED_S", 0.05)
+    monkeypatch.setattr(reward_pool, "LOOKS", 3000)
+
+    async def body(pool: RewardPool) -> None:
+        results = await pool.score([(task(), "42"), (stops, "a"), (task(), "42")])
+        assert [result.reward for result in results] == [1.0, 0.5, 1.0]
+        assert pool.replaced == 1
+
+    with_pool(body)
+
+
+def test_a_stop_of_the_pools_own_process_makes_no_timeout_of_what_is_there(tmp_path: Path) -> None:
+    """As if this process did not run from when the reward began until long after its end."""
+    os.mkfifo(tmp_path / "begun")
+    os.mkfifo(tmp_path / "go")
+    (tmp_path / "tells.py").write_text(
+        "def f(response, truth, task, place):\n"
+        "    open(f'{place}/begun', 'w').close()\n"
+        "    open(f'{place}/go').close()\n"
+        "    return 0.5\n"
+    )
+    tells = task(f"{tmp_path / 'tells.py'}:f", place=str(tmp_path))
+
+    async def body(pool: RewardPool) -> None:
+        scoring = asyncio.create_task(pool.score([(tells, "a")]))
+        await asyncio.to_thread((tmp_path / "begun").read_bytes)
+        (tmp_path / "go").write_bytes(b"")
+        end = asyncio.get_running_loop().time() + 1.0
+        while asyncio.get_running_loop().time() < end:
+            select.select([pool._workers[0]._socket], [], [], 0.1)
+        assert [result.outcome for result in await scoring] == ["ok"]
+
+    with_pool(body, timeout_s=0.5)
 
 
 def test_a_worker_killed_while_idle_is_replaced_and_nobody_is_blamed(user_file: Path) -> None:

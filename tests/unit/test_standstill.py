@@ -60,6 +60,29 @@ def test_who_stays_stopped_is_named_and_killed(
         watch.close()
 
 
+RANK = """
+import os, signal, subprocess, sys
+watcher = "from rft.run import standstill; standstill.LOOK_S, standstill.STOPPED_S = 0.02, 0.05; "
+watcher += f"standstill.main({os.getppid()}, {os.getpid()})"
+print(os.getpid(), subprocess.Popen([sys.executable, "-c", watcher]).pid, flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+LAUNCHES = "import subprocess, sys; sys.exit(-subprocess.call([sys.executable, '-c', sys.argv[1]]))"
+
+
+def test_a_single_rank_of_an_outer_launcher_is_killed_and_its_watcher_ends_with_it() -> None:
+    """`beside_ranks` with its own patience: tests/e2e/test_outer.py."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHES, RANK], stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        told, _ = launcher.communicate(timeout=2 * PATIENCE_S)
+    rank, watcher = map(int, told.split()[:2])
+    assert launcher.returncode == signal.SIGKILL
+    assert f"(process {rank}) has been stopped for" in told
+    while psutil.pid_exists(watcher) and psutil.Process(watcher).status() != "zombie":
+        pass
+
+
 @pytest.mark.parametrize(("title", "counts"), [("ray::Explorer", False), ("ray::Buffer", True)])
 def test_what_user_code_stops_is_its_own_business(title: str, counts: bool) -> None:
     with subprocess.Popen(

@@ -148,6 +148,10 @@ class SamplerEngine:
         """Never returns: this process holds nothing that could end before it does."""
         await asyncio.Event().wait()
 
+    async def is_silent(self) -> bool:
+        """A service's answers have deadlines of their own."""
+        return False
+
     async def dump_stacks(self) -> None:
         """Every thread of this process, into its log."""
         os.kill(os.getpid(), STACKS_SIGNAL)
