@@ -3,8 +3,9 @@ config.json of its model, and fits cards of 80 GB and a host of a terabyte.
 
 What a rank holds follows from the layout: 2 bytes of weights and 4 of gradients for each parameter
 on it, 12 of optimizer state (an fp32 copy and Adam's moments) cut over the ranks that hold the same
-parameter. Activations: 34 bytes per token, hidden unit and layer, or 2 where layers are recomputed,
-cut by tensor and sequence parallelism.
+parameter. Activations: what each layer keeps of a token (`layer_bytes`), or its input where layers
+are recomputed, and one layer whole; cut by tensor and sequence parallelism. Logits: tiles of 2^14
+columns at most.
 """
 
 import json
@@ -132,13 +133,28 @@ def parameters(config: Config) -> list[tuple[int, int, int]]:
     return found
 
 
+def layer_bytes(hf: dict[str, Any]) -> int:
+    """In bf16: inputs of two norms and what they give; q and k before and after their norms, k's
+    values, what attention gives; gate, up and their product, of every expert that is chosen.
+    """
+    hidden, q, k = hf["hidden_size"], hf["num_attention_heads"] * 128, 128
+    k *= hf["num_key_value_heads"]
+    chosen = hf.get("num_experts_per_tok", 0)
+    wide = hf["moe_intermediate_size"] * chosen if chosen else hf["intermediate_size"]
+    normed = 0 if hf["architectures"] == ["LlamaForCausalLM"] else q + k
+    return 2 * (4 * hidden + 2 * (q + k) + normed + 3 * wide + 2 * chosen * hidden)
+
+
 def rank_bytes(config: Config) -> float:
     held = sum(number / cut * (2 + 4 + 12 / copies) for number, cut, copies in parameters(config))
     hf, trainer = read_hf_config(config.model.model_path), config.trainer
-    each = 2 if trainer.recompute_granularity == "full" else 34
-    tokens = int(trainer.max_token_len_per_gpu or 0)
+    tokens, layers = int(trainer.max_token_len_per_gpu or 0), hf["num_hidden_layers"]
     tp = trainer.megatron.tensor_model_parallel_size
-    return held + tokens * hf["hidden_size"] * hf["num_hidden_layers"] * each / tp
+    kept = layers * layer_bytes(hf)
+    if trainer.recompute_granularity == "full":
+        kept = layers * 2 * hf["hidden_size"] + layer_bytes(hf)
+    logits = min(2**14, 2**28 // tokens) * 10 + 24 * hf["hidden_size"]
+    return held + tokens * (kept / tp + logits)
 
 
 @pytest.mark.parametrize("name", SIZES)
