@@ -29,9 +29,10 @@ from rft.ground.durable import put
 
 REACHED = 0.6  # of a card's peak, in products of large matrices and in attention
 STREAMED = 0.8  # of a memory's bandwidth, and of a link's
+ADAM_BYTES = 30  # read and written for each parameter of an update
 MEASURE_S = 120.0  # torch loads in 10 s where others compute too
 TRIES = 9  # the median counts
-FORM = 1  # of the file
+FORM = 3  # of the file
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Figures:
     half_width: float  # columns of a shard with which they reach half of that
     attention: float  # FLOP/s
     stream: float  # bytes/s of what is not a product
+    update: float  # seconds of the optimizer for a parameter
     launch: float  # of one operation
     near: float  # bytes/s that a rank sends inside its node
     far: float  # to another node
@@ -67,6 +69,7 @@ def card(name: str, full: str, mib: int, tbs: float, link: float, net: float) ->
         half_width=128,
         attention=0.5 * REACHED * peak,  # FlashAttention: half of what products reach, backward too
         stream=STREAMED * tbs * 1e12,
+        update=ADAM_BYTES / (STREAMED * tbs * 1e12),
         launch=4e-6,
         near=STREAMED * link * 1e9,
         far=STREAMED * net * 1e9,
@@ -172,7 +175,7 @@ def _measure(dtype: str, threads: int, cores: int) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    command = [sys.executable, "-m", "rft.tools.figures", dtype, str(threads), port]
+    command = [sys.executable, "-W", "ignore", "-m", "rft.tools.figures", dtype, str(threads), port]
     ranks = [
         subprocess.Popen(
             [*command, str(rank)],
@@ -223,16 +226,35 @@ def measure_rank(dtype: str, threads: int, port: str, rank: int) -> dict[str, An
         return 2 * rows * width * width / usual(lambda: x @ y, threads)
 
     narrow, wide = product(64), product(512)
-    half = max(0.0, (wide - narrow) / (narrow / 64 - wide / 512))
+    half = max(0.0, (wide - narrow) / max(1.0, narrow / 64 - wide / 512))
     q, long, few = torch.randn(4, 4, 256, 32), torch.randn(2**20), torch.randn(16)
     attended = usual(lambda: attend(q, q, q, is_causal=True), threads)  # in fp32, as rft's own is
     streamed = usual(lambda: long * long, threads)
     launches = usual(lambda: [few + 1 for _ in range(100)])
-    message = usual(lambda: [dist.all_reduce(few) for _ in range(20)]) / 20
-    sent = max(1e-7, usual(lambda: dist.all_reduce(long)) - message)
-    dist.barrier()
-    dist.destroy_process_group()
-    return {
+    waits = []  # of the clock: a rank that waits computes nothing
+    for _ in range(4 * TRIES):
+        began = time.perf_counter()
+        dist.all_reduce(few)
+        waits.append(time.perf_counter() - began)
+    whole, half_of_it = torch.zeros(2**22), torch.zeros(2**21)
+
+    def exchanged() -> None:
+        """As gradients are, and weights; other messages as well."""
+        dist.reduce_scatter_tensor(half_of_it, whole)
+        dist.all_gather_into_tensor(whole, half_of_it)
+
+    sent = usual(exchanged)
+    weight = torch.nn.Parameter(torch.zeros(2**21))
+    adam = torch.optim.AdamW([weight], lr=0.0)
+
+    def updated() -> None:
+        """Gradients zeroed, summed from a backward pass, measured, applied."""
+        weight.grad = torch.zeros(2**21)
+        weight.grad += weight.detach()
+        weight.grad *= 1.0 / (1.0 + weight.grad.norm())
+        adam.step()
+
+    found = {
         "memory": 0.0,
         "peak": 0.0,
         "products": wide * (1 + half / 512),
@@ -240,10 +262,14 @@ def measure_rank(dtype: str, threads: int, port: str, rank: int) -> dict[str, An
         "attention": 2 * 4 * 4 * 256 * 256 * 32 / attended,
         "stream": 3 * 4 * 2**20 / streamed,
         "launch": launches / 100,
-        "near": 4 * 2**20 / sent,
-        "far": 4 * 2**20 / sent,
-        "message": message,
+        "update": usual(updated, threads) / 2**21,
+        "near": 4 * 2**22 / sent,
+        "far": 4 * 2**22 / sent,
+        "message": statistics.quantiles(waits, n=4)[0],
     }
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from rft.tools.fit import FULL
 from rft.tools.step_time import Seconds, StepTime
 
 ENGINE_BESIDE = 6e9  # of vLLM on a card: graphs, activations
-ALIKE = 1.03  # times the shortest step: no estimate tells these apart
 SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -67,7 +66,7 @@ class Search:
         found = sorted(
             (self.weighed(one) for one in self.allowed()), key=lambda one: one.seconds.total
         )
-        self.fitting = quickest_first([one for one in found if not one.lacks])
+        self.fitting = [one for one in found if not one.lacks]
         self.lacking = sorted((one for one in found if one.lacks), key=lambda one: one.memory.rank)
         self.own = self.as_configured()
 
@@ -168,13 +167,6 @@ class Search:
             f"{gigabytes(ENGINE_BESIDE)} beside them, and may use {gigabytes(share)}: raise "
             "explorer.rollout_model.tensor_parallel_size"
         )
-
-
-def quickest_first(found: list[Candidate]) -> list[Candidate]:
-    """Of those that are about as quick as the quickest, the one that leaves most memory leads."""
-    alike = [one for one in found if one.seconds.total <= ALIKE * found[0].seconds.total]
-    first = min(alike, key=lambda one: one.memory.rank, default=None)
-    return [one for one in found if one is first] + [one for one in found if one is not first]
 
 
 def divisors(number: int) -> list[int]:

@@ -71,7 +71,7 @@ WORDS = {  # what a part of the time is, in a reason
 }
 
 
-def main(argv: list[str]) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rft plan",
         usage="rft plan [--cards NAME[:N]] [experiment=NAME | --config FILE] "
@@ -94,7 +94,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--calibrate", action="store_true", help="measure this machine's cores again"
     )
-    options, words = parser.parse_known_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    options, words = parser().parse_known_args(argv)
     try:
         with tempfile.TemporaryDirectory() as directory:
             return plan_words(words, options, Path(directory))
@@ -103,25 +107,38 @@ def main(argv: list[str]) -> int:
 
 
 def plan_words(words: list[str], options: argparse.Namespace, directory: Path) -> int:
+    fitting = True
+    for model, found in searches(words, options, directory):
+        print("\n".join(text(found, model)))
+        print(json.dumps({"plan": record(found)}))
+        fitting &= bool(found.fitting) and not found.engine_lacks()
+    return int(not fitting)
+
+
+def searches(
+    words: list[str], options: argparse.Namespace, directory: Path
+) -> Iterator[tuple[str, Search]]:
+    """(name of the model, what was found) of every stage. `directory`: for config.json of a model
+    that is not here.
+    """
     raw = OmegaConf.merge(config_tool.composed(words))
     assert isinstance(raw, DictConfig)
     model = named_model(raw, words, directory)
-    fitting = True
     for draft in configs.stage_drafts(raw):
         refuse_all(one.sentence for one in draft.problems if UNSET not in one.sentence)
         config = draft.config
         if config.prepare and not Path(config.model.model_path, "config.json").exists():
             imported(config.prepare)(config)
         if is_remote(config) or config.mode not in TRAINING:
-            where = "a Tinker service trains" if is_remote(config) else f"mode={config.mode} trains"
+            where = (
+                "a Tinker service trains"
+                if is_remote(config)
+                else f"mode={config.mode} trains nothing"
+            )
             raise ConfigError(f"{where}, so nothing is laid out here: plan mode=both or mode=train")
         site = site_of(config, options)
         fill(config, site)
-        found = Search(config, site, options.length)
-        print("\n".join(text(found, model or Path(config.model.model_path).name)))
-        print(json.dumps({"plan": record(found)}))
-        fitting &= bool(found.fitting) and not found.engine_lacks()
-    return int(not fitting)
+        yield model or Path(config.model.model_path).name, Search(config, site, options.length)
 
 
 # --- what is asked about --------------------------------------------------------------------------

@@ -39,12 +39,13 @@ from rft.preflight.memory_plan import (
 )
 from rft.tools.figures import Figures
 
-TOUCHED = 2.0  # times that what a layer keeps is read or written, forward
-LAUNCHES = {True: 90, False: 45}  # operations of a layer, forward, on a CPU and with fused kernels
+# on a CPU and with fused kernels: how often what a layer keeps is read or written, forward (new
+# memory of a CPU also costs page faults), and its operations
+TOUCHED = {True: 7.0, False: 2.0}
+LAUNCHES = {True: 90, False: 45}
 OF_EXPERT = 12  # of each expert of a rank
 HEAD_PASSES = 6  # over the logits, in fp32
 BACKWARD = 2.0  # times what forward takes
-ADAM_BYTES = 30  # read and written for each parameter of an update
 HIDDEN = 0.5  # of a backward pass can hide the gradients' exchange, on a card
 
 
@@ -148,7 +149,10 @@ class StepTime:
         attention = 2 * q * self.length * t * masked / self.tp / figures.attention
         outside, inside = layer_bytes(self.hf, self.item, figures.on_cpu)
         parallel = self.config.trainer.megatron.sequence_parallel
-        touched = TOUCHED * t * (outside / (self.tp if parallel else 1) + inside / self.tp)
+        kept = outside / (self.tp if parallel else 1) + inside / self.tp
+        if dims.experts and figures.on_cpu:  # all tokens that were gathered are looked at
+            kept += (self.ep * self.etp - 1) * self.item * dims.hidden / self.tp
+        touched = TOUCHED[figures.on_cpu] * t * kept
         experts = OF_EXPERT * dims.experts // self.ep if figures.on_cpu else 0
         launches = (LAUNCHES[figures.on_cpu] + experts) * figures.launch
         return products + attention + touched / figures.stream + launches
@@ -253,7 +257,7 @@ class StepTime:
         )
 
     def update(self) -> float:
-        return held(self.numbers, self.config, once=True) * ADAM_BYTES / self.figures.stream
+        return held(self.numbers, self.config, once=True) * self.figures.update
 
     def mfu(self, seconds: float) -> float:
         """Share of the peak that the model's own operations take, as `perf/mfu` counts them."""
