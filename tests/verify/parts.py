@@ -94,7 +94,7 @@ PARTS = {
     ),
     "cluster": full("slurm", "ray_launch", "torchrun_nodes", "kubernetes"),
     "browser": full("studio_browser", "observed_run", "mlflow"),
-    "bench-trainer": benches("packing", "logprobs", "train_step"),
+    "bench-trainer": benches("packing", "logprobs", "train_step", "plan"),
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-loop": benches("weight_sync", "loop", "observe", "rollout"),
     "bench-chaos": benches("chaos"),
