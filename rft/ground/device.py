@@ -305,7 +305,11 @@ def spare_cores() -> int:
 
 def logit_columns(device: "torch.device", tokens: int) -> int:
     """Of a tile of the logits of so many tokens (`rft.megatron.logprobs`)."""
-    if device.type == "cuda":
+    return tile_columns(device.type, tokens)
+
+
+def tile_columns(kind: str, tokens: int) -> int:
+    if kind == "cuda":
         return min(MOST_COLUMNS, max(1, CARD_TILE // max(1, tokens)))
     return max(LEAST_COLUMNS, HOST_TILE // max(1, tokens))
 

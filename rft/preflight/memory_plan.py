@@ -3,20 +3,38 @@ anything is loaded.
 
 In: a filled config. Out: bytes per trainer rank by what they are for, bytes per engine worker,
 bytes of a checkpoint; and what of it lies in the memory of one host. Weights, gradients, optimizer
-state, staging and cache follow from the layout; activations and processes are estimates. Whether it
-is there, say `rft.tools.fit` and, of what is no estimate, the rules. Loads no torch.
+state, staging and cache follow from the layout; activations, logits and processes are estimates,
+which `bench.plan` holds against measured runs. Whether it is there, say `rft.tools.fit` and, of
+what is no estimate, the rules; `rft.tools.planner` asks it of every layout. Loads no torch.
+
+Activations of one layer that are kept for the backward pass, in bytes per token: q, k the widths of
+all query heads and of all key/value heads, I the MLP width that a token passes through, b bytes of
+an element. Transformer Engine's layers, after Korthikanti et al. 2022 (arXiv:2205.05198) for gated
+MLPs and fused kernels; rft's own, counted by torch's hooks for saved tensors:
+
+    Transformer Engine   b (4h + 2q + 2k + 3I)             with norms of q and k  b (q + k) more
+    rft's own            b (4h + q + 5I) + 8 (h + q + k)   with norms of q and k  3bq + 5k more
+    per chosen expert    2bh more: what is sent to it, and what comes back
+
+A stage of a pipeline keeps as many microbatches as there are stages behind it. On a CPU the heap
+holds more than is in use at a time (HEAP, measured).
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from math import prod
+from typing import Any
 
 from rft.algorithm import recipe
 from rft.config import Config
 from rft.config.layout import HELD, lora_of, stored_bytes
-from rft.ground.adapters import adapter_names
+from rft.ground.adapters import Lora, adapter_names
+from rft.ground.device import tile_columns
 from rft.ground.names import (
     DTYPES,
     ITEM_BYTES,
+    SUPPORTED,
     Dims,
     architecture_of,
     hf_names,
@@ -28,9 +46,12 @@ from rft.sync import transfer
 
 GRADIENT, MASTER = 4, 4  # bytes: gradients are summed in fp32, and bf16 weights have an fp32 copy
 MOMENTS = {"adam": 8, "sgd": 0}
-# activations of one layer that are kept for the backward pass, in units of tokens x hidden size
-PER_LAYER = 34
-PROCESS = int(1.2e9)  # a rank or an engine of its own, with torch, before it holds anything
+HEAP = 1.45  # of what a CPU's ranks keep for the backward pass: temporaries, and holes between
+WIDE = 6  # rows of the hidden size, in fp32, around the logits: states, their gradients, copies
+HEAD = "lm_head.weight"
+# processes before they hold anything: a rank and its checkpoint agent, an engine and its front, and
+# the others of a run, without and with engines (Ray, explorer, buffer, synchronizer)
+RANK, ENGINE, LAUNCHER, ACTORS = int(0.95e9), int(1.3e9), int(0.35e9), int(1.5e9)
 PROCESSES, ACTIVATIONS = "processes, about", "activations, about"
 ESTIMATES = (PROCESSES, ACTIVATIONS)
 
@@ -44,6 +65,8 @@ class MemoryPlan:
     optimizer: int
     beside: int  # reference and critic
     activations: int
+    logits: int  # tiles of them, and hidden states around them
+    update: int  # a copy of the weights, on a CPU, while they are gathered
     transfer: int  # to engines
     staging: int  # host memory, of two checkpoints on their way
     checkpoint: int  # bytes of one, all ranks together
@@ -59,37 +82,43 @@ class MemoryPlan:
 
     @property
     def rank(self) -> int:
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.beside
-            + self.activations
-            + self.transfer
-        )
+        return sum(self.on_rank.values())
+
+    @property
+    def on_rank(self) -> dict[str, int]:
+        """What a rank holds at its peak, by what it is for."""
+        parts = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "reference and critic": self.beside,
+            ACTIVATIONS: self.activations,
+            "logits": self.logits,
+            "copy while updating": self.update,
+            "transfer of weights": self.transfer,
+        }
+        return {name: size for name, size in parts.items() if size}
 
 
 def plan(config: Config) -> MemoryPlan:
     hf = read_hf_config(config.model.model_path)
     dims, architecture = Dims.of(hf), architecture_of(hf)
     lora = lora_of(config.model.lora_configs, dims)
-    shapes = hf_names(dims, architecture)
-    adapter = adapter_names(dims, architecture, lora) if lora else None
-    megatron, item = config.trainer.megatron, ITEM_BYTES[DTYPES[str(config.trainer.dtype)]]
-    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    total, mine = count(shapes), held(shapes, config)
-    trained = count(adapter or shapes)
-    mine_trained, mine_state = (held(adapter or shapes, config, once) for once in (False, True))
+    whole = numbers(dims, architecture)
+    adapted = numbers(dims, architecture, lora) if lora else whole
+    item = ITEM_BYTES[DTYPES[str(config.trainer.dtype)]]
+    total, mine = sum(whole.values()), held(whole, config)
+    trained = sum(adapted.values())
+    mine_trained, mine_state = (held(adapted, config, once) for once in (False, True))
     state = (MASTER if item < MASTER else 0) + MOMENTS[config.algorithm.optimizer.optimizer_type]
     critic = int(recipe.needs_critic(config.algorithm)) * (
-        mine * (item + GRADIENT) + held(shapes, config, once=True) * state
+        mine * (item + GRADIENT) + held(whole, config, once=True) * state
     )
     reference = int(recipe.needs_reference(config.algorithm)) * mine * item
     if config.model.teacher_model_path:
         teacher = read_hf_config(config.model.teacher_model_path)
-        reference += held(hf_names(Dims.of(teacher), architecture_of(teacher)), config) * item
-    tokens = int(config.trainer.max_token_len_per_gpu or 0)
-    kept = 2 if config.trainer.recompute_granularity == "full" else PER_LAYER
+        reference += held(numbers(Dims.of(teacher), architecture_of(teacher)), config) * item
+    tokens = tokens_of_rank(config)
     saved = (
         mine_trained * max(item, MASTER)
         + mine_state * MOMENTS[config.algorithm.optimizer.optimizer_type]
@@ -112,7 +141,9 @@ def plan(config: Config) -> MemoryPlan:
         gradients=mine_trained * GRADIENT,
         optimizer=mine_state * state,
         beside=critic + reference,
-        activations=tokens * dims.hidden * -(-dims.layers // pp) * kept * item // 2 // tp,
+        activations=activations(hf, config, tokens),
+        logits=logits(dims, config, tokens),
+        update=mine * item * (config.device == "cpu"),
         transfer=ends[0].bytes() if ends else 0,
         staging=2 * saved if budget is None else min(int(budget * 1e9), 2 * saved),
         checkpoint=stored,
@@ -124,23 +155,113 @@ def plan(config: Config) -> MemoryPlan:
     )
 
 
-def count(shapes: dict[str, tuple[int, ...]]) -> int:
-    return sum(prod(shape) for shape in shapes.values())
+def tokens_of_rank(config: Config) -> int:
+    """Of the largest microbatch: what it may hold, a sequence that is longer, or all of a step."""
+    cp = config.trainer.megatron.context_parallel_size
+    longest = int(config.model.max_model_len or 0)
+    most = max(int(config.trainer.max_token_len_per_gpu or 0), -(-longest // cp))
+    return min(most, -(-rows_of_rank(config) * longest // cp)) if longest else most
 
 
-def held(shapes: dict[str, tuple[int, ...]], config: Config, once: bool = False) -> int:
+def rows_of_rank(config: Config) -> int:
+    """Experiences of one update, of one data-parallel index."""
+    megatron, ranks = config.trainer.megatron, int(config.trainer.num_ranks or 1)
+    copies = ranks // (
+        megatron.tensor_model_parallel_size
+        * megatron.pipeline_model_parallel_size
+        * megatron.context_parallel_size
+    )
+    rows = int(config.buffer.train_batch_size or config.buffer.batch_size)
+    return -(-min(config.trainer.ppo_mini_batch_size or rows, rows) // max(1, copies))
+
+
+def layer_bytes(hf: dict[str, Any], item: int, on_cpu: bool) -> tuple[int, int]:
+    """(hidden states, which tensor parallelism cuts only together with sequence parallelism;
+    everything else) of a token in one layer, kept for its backward pass: see above.
+    """
+    dims, normed = Dims.of(hf), "qk_norm" in SUPPORTED[architecture_of(hf)]
+    q, k = dims.heads * dims.head_size, dims.groups * dims.head_size
+    chosen = int(hf["num_experts_per_tok"]) if dims.experts else 0
+    wide = dims.expert_ffn * chosen if dims.experts else dims.ffn
+    sent = 2 * item * dims.hidden * chosen
+    if on_cpu:
+        normed_more = 3 * item * q + 5 * k if normed else 0
+        inside = item * (q + 5 * wide) + 8 * (q + k) + normed_more
+        return (4 * item + 8) * dims.hidden, inside + sent
+    return 4 * item * dims.hidden, item * ((2 + normed) * (q + k) + 3 * wide) + sent
+
+
+def activations(hf: dict[str, Any], config: Config, tokens: int) -> int:
+    """Of the microbatches that the first stage of a pipeline has under way at a time."""
+    megatron, item = config.trainer.megatron, ITEM_BYTES[DTYPES[str(config.trainer.dtype)]]
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    layers, on_cpu = -(-Dims.of(hf).layers // pp), config.device == "cpu"
+    cut = tp if megatron.sequence_parallel else 1
+    outside, inside = layer_bytes(hf, item, on_cpu)
+    layer = outside // cut + inside // tp
+    under_way = min(pp, microbatches(config, tokens))
+    kept = under_way * layers * layer
+    if config.trainer.recompute_granularity == "full":
+        kept = under_way * layers * item * Dims.of(hf).hidden // cut + layer
+    return int(tokens * kept * (HEAP if on_cpu else 1))
+
+
+def microbatches(config: Config, tokens: int) -> int:
+    """Of a rank in one update, where all sequences are of full length."""
+    longest = int(config.model.max_model_len or 0)
+    cp = config.trainer.megatron.context_parallel_size
+    return max(1, -(-rows_of_rank(config) * longest // max(1, tokens * cp)))
+
+
+def logits(dims: Dims, config: Config, tokens: int) -> int:
+    """Of the last stage: two tiles in fp32 and their gradient in the weights' type
+    (`rft.megatron.logprobs`).
+    """
+    tp = config.trainer.megatron.tensor_model_parallel_size
+    columns = min(dims.padded_vocab(tp) // tp, tile_columns(config.device, tokens))
+    item = ITEM_BYTES[DTYPES[str(config.trainer.dtype)]]
+    return tokens * (columns * (8 + item) + WIDE * 4 * dims.hidden)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Those of a model that are cut and copied alike."""
+
+    expert: bool
+    matrix: bool  # vectors are whole on every tensor-parallel rank
+    layered: bool
+    head: bool  # as large as the embedding, and, where there are stages, never on its own
+
+
+Numbers = dict[Tensors, int]  # parameters
+
+
+@cache
+def numbers(dims: Dims, architecture: str, lora: Lora | None = None) -> Numbers:
+    """Parameters of the model, or of the adapter."""
+    shapes = adapter_names(dims, architecture, lora) if lora else hf_names(dims, architecture)
+    found: Numbers = Counter()
+    for name, shape in shapes.items():
+        kind = Tensors(is_expert(name), len(shape) > 1, ".layers." in name, name == HEAD)
+        found[kind] += prod(shape)
+    return found
+
+
+def held(numbers: Numbers, config: Config, once: bool = False) -> int:
     """Parameters of one rank: matrices are cut by tensor ranks, layers by stages, experts by their
-    own ranks. `once`: its share of them where ranks that hold the same ones share them out, as the
-    distributed optimizer does.
+    own ranks; the first stage has the embedding, the last one the head. `once`: its share of them
+    where ranks that hold the same ones share them out, as the distributed optimizer does.
     """
     megatron = config.trainer.megatron
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     experts = (megatron.expert_tensor_parallel_size or tp) * megatron.expert_model_parallel_size
     ranks, found = int(config.trainer.num_ranks or 1), 0
-    for name, shape in shapes.items():
-        cut = experts if is_expert(name) else tp if len(shape) > 1 else 1
-        copies = max(1, ranks // (experts if is_expert(name) else tp) // pp) if once else 1
-        found += prod(shape) // cut // copies // (pp if ".layers." in name else 1)
+    for kind, number in numbers.items():
+        if pp > 1 and kind.head:
+            continue
+        cut = experts if kind.expert else tp if kind.matrix else 1
+        copies = max(1, ranks // (experts if kind.expert else tp) // pp) if once else 1
+        found += number // cut // copies // (pp if kind.layered else 1)
     return found
 
 
@@ -152,7 +273,7 @@ def on_host(config: Config, wanted: MemoryPlan, on_cpu: bool) -> dict[str, int]:
     receivers = int(rollout.engine_num or 1) if config.mode in ("both", "explore") else 0
     stored = stored_bytes(config)
     parts = {
-        PROCESSES: (ranks + engines) * PROCESS,
+        PROCESSES: ranks * RANK + engines * ENGINE + (ACTORS if engines else LAUNCHER),
         "staging of checkpoints": ranks * wanted.staging,
         "weights that engines have": wanted.served if ranks else 0,
         "weights that engines receive": receivers * rollout.tensor_parallel_size * wanted.received,
@@ -160,8 +281,9 @@ def on_host(config: Config, wanted: MemoryPlan, on_cpu: bool) -> dict[str, int]:
         "versions of weights in memory": stored + receivers * stored // HELD,
     }
     if on_cpu:
-        parts["trainer"] = ranks * (wanted.rank - wanted.activations)
-        parts[ACTIVATIONS] = ranks * wanted.activations
+        passing = wanted.activations + wanted.logits + wanted.update
+        parts["trainer"] = ranks * (wanted.rank - passing)
+        parts[ACTIVATIONS] = ranks * passing
         parts["engines"] = engines * (wanted.engine_weights + wanted.engine_cache)
     elif config.cluster.colocate:
         parts["engines that sleep"] = engines * wanted.engine_weights

@@ -10,6 +10,7 @@ COMMANDS = {  # title: word: (module of rft.tools, what follows the word, what i
         "init": ("init", "DIR", "write a config, a reward with its test, and a launch script"),
         "train": ("", WORDS, "run; the same command again goes on from the newest checkpoint"),
         "doctor": ("doctor", "[the words of rft train]", "would it run on this machine?"),
+        "plan": ("planner", "[--cards h100:64] [...]", "does it fit, in which layout?"),
         "config": ("config", "[--all] [the words of rft train]", "the config that they mean"),
         "studio": ("studio", "[--port N]", "put a config together in the browser"),
         "workflows": ("workflows", "[NAME]", "what each workflow and reward does and takes"),

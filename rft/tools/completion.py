@@ -21,7 +21,7 @@ from rft.config.compose import CONFIG_DIR
 from rft.config.keys import tables
 from rft.tools import COMMANDS
 
-TAKES_WORDS = ("train", "config", "doctor", "debug")  # experiment=..., section.key=...
+TAKES_WORDS = ("train", "config", "doctor", "plan", "debug")  # experiment=..., section.key=...
 OF_TRAIN = ("--config", "--verl", "-m", "--help")
 OPTION = re.compile(r"^  +(?:-\w(?: [\w.]+)?, )?(--[a-z][\w-]*)", re.MULTILINE)
 WORD = re.compile(r"^    ([a-z][\w-]*)(?:  |$)", re.MULTILINE)  # a sub-command, by argparse

@@ -94,17 +94,7 @@ def cores(config: Config) -> Finding:
 
 def rank_memory(wanted: MemoryPlan, there: int) -> Finding:
     """`there`: bytes of a device; 0: not known, or none."""
-    parts = {
-        "weights": wanted.weights,
-        "gradients": wanted.gradients,
-        "optimizer": wanted.optimizer,
-        "reference and critic": wanted.beside,
-        "activations, about": wanted.activations,
-        "transfer of weights": wanted.transfer,
-    }
-    said = f"{gigabytes(wanted.rank)}: " + ", ".join(
-        f"{name} {gigabytes(size)}" for name, size in parts.items() if size
-    )
+    said = f"{gigabytes(wanted.rank)}: {listed(wanted.on_rank)}"
     fix = (
         "more trainer.megatron.*_size, "
         "trainer.recompute_granularity=full or a lower max_token_len_per_gpu"

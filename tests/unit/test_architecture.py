@@ -112,6 +112,7 @@ def loaded_by(module: str) -> set[str]:
         ("rft.agents.endpoint", {"openai", "vllm", "ray"}),
         ("rft.preflight", {"torch", "megatron", "vllm", "ray", "transformers", "openai"}),
         ("rft.tools.config", {"torch", "megatron", "vllm", "ray", "transformers", "openai"}),
+        ("rft.tools.planner", {"torch", "megatron", "vllm", "ray", "transformers", "openai"}),
         ("rft.tools.doctor", {"torch", "megatron", "vllm", "ray", "transformers", "openai"}),
         ("rft.sync.worker", {"megatron", "torch", "vllm"}),
         ("rft.sync.receiver", {"megatron"}),

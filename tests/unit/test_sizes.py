@@ -3,8 +3,9 @@ config.json of its model, and fits cards of 80 GB and a host of a terabyte.
 
 What a rank holds follows from the layout: 2 bytes of weights and 4 of gradients for each parameter
 on it, 12 of optimizer state (an fp32 copy and Adam's moments) cut over the ranks that hold the same
-parameter. Activations: 34 bytes per token, hidden unit and layer, or 2 where layers are recomputed,
-cut by tensor and sequence parallelism.
+parameter. Activations: what each layer keeps of a token (`layer_bytes`), or its input where layers
+are recomputed, and one layer whole; cut by tensor and sequence parallelism. Logits: tiles of 2^14
+columns at most.
 """
 
 import json
@@ -23,6 +24,7 @@ from rft.ground import host_memory
 from rft.ground.names import Dims, architecture_of, hf_names, is_expert, read_hf_config
 from rft.preflight.memory_plan import plan
 from rft.run import cards
+from rft.tools.figures import SHAPES
 
 from box import MEMORY_MIB, FakeBox
 
@@ -75,6 +77,11 @@ SIZES = {  # recipe, model, parameters in billions, GPUs of the machine that tra
     "qwen3_8b_8gpu": (dense(4096, 12288, 32, 36, False), 8.2, 8, 8),
     "qwen3_30b_a3b_16gpu": (EXPERTS, 30.5, 8, 16),
 }
+FAR = {  # trainers of several nodes, of eight GPUs each
+    "llama3_70b_64gpu": (SHAPES["meta-llama/Llama-3.1-70B"], 70.55, 8, 64),
+    "qwen3_235b_a22b_192gpu": (SHAPES["Qwen/Qwen3-235B-A22B"], 235.1, 8, 192),
+}
+LARGE = {"llama3_70b_64gpu": 4, "qwen3_235b_a22b_192gpu": 16}
 
 
 @pytest.fixture
@@ -88,7 +95,7 @@ def prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, address: str, *more: str
 ) -> Config:
     """`experiment=grpo size=NAME`, started on that machine."""
-    model, _, gpus, total = SIZES[name]
+    model, _, gpus, total = {**SIZES, **FAR}[name]
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(model), encoding="utf-8")
@@ -132,13 +139,28 @@ def parameters(config: Config) -> list[tuple[int, int, int]]:
     return found
 
 
+def layer_bytes(hf: dict[str, Any]) -> int:
+    """In bf16: inputs of two norms and what they give; q and k before and after their norms, k's
+    values, what attention gives; gate, up and their product, of every expert that is chosen.
+    """
+    hidden, q, k = hf["hidden_size"], hf["num_attention_heads"] * 128, 128
+    k *= hf["num_key_value_heads"]
+    chosen = hf.get("num_experts_per_tok", 0)
+    wide = hf["moe_intermediate_size"] * chosen if chosen else hf["intermediate_size"]
+    normed = 0 if hf["architectures"] == ["LlamaForCausalLM"] else q + k
+    return 2 * (4 * hidden + 2 * (q + k) + normed + 3 * wide + 2 * chosen * hidden)
+
+
 def rank_bytes(config: Config) -> float:
     held = sum(number / cut * (2 + 4 + 12 / copies) for number, cut, copies in parameters(config))
     hf, trainer = read_hf_config(config.model.model_path), config.trainer
-    each = 2 if trainer.recompute_granularity == "full" else 34
-    tokens = int(trainer.max_token_len_per_gpu or 0)
+    tokens, layers = int(trainer.max_token_len_per_gpu or 0), hf["num_hidden_layers"]
     tp = trainer.megatron.tensor_model_parallel_size
-    return held + tokens * hf["hidden_size"] * hf["num_hidden_layers"] * each / tp
+    kept = layers * layer_bytes(hf)
+    if trainer.recompute_granularity == "full":
+        kept = layers * 2 * hf["hidden_size"] + layer_bytes(hf)
+    logits = min(2**14, 2**28 // tokens) * 10 + 24 * hf["hidden_size"]
+    return held + tokens * (kept / tp + logits)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -180,3 +202,24 @@ def test_a_trainer_of_two_nodes_takes_less_of_each_card(
     words = ["trainer.num_ranks=16", "explorer.rollout_model.engine_num=4"]
     config = prepared(tmp_path, monkeypatch, "qwen3_30b_a3b_16gpu", ray_there, *words)
     assert rank_bytes(config) < 0.65 * CARD and len(config.cluster.cards.ranks) == 8
+
+
+@pytest.mark.parametrize(("name", "nodes"), [*LARGE.items()])
+def test_a_trainer_of_many_nodes_fits_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_there: str, name: str, nodes: int
+) -> None:
+    """As the recipe's own first lines start it: every rank looks at its own node."""
+    world = {"RANK": "0", "WORLD_SIZE": str(8 * nodes), "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "0"}
+    for variable, value in world.items():
+        monkeypatch.setenv(variable, value)
+    config = prepared(tmp_path, monkeypatch, name, ray_there)
+    _, billions, gpus, total = {**SIZES, **FAR}[name]
+    rollout, ranks = config.explorer.rollout_model, int(config.trainer.num_ranks or 0)
+    workers = int(rollout.engine_num or 0) * rollout.tensor_parallel_size
+    assert ranks == 8 * nodes and ranks + workers == total and len(config.cluster.cards.ranks) == 8
+    wanted = plan(config)
+    assert wanted.parameters == pytest.approx(billions * 1e9, rel=0.01)
+    assert wanted.rank < SPARE * CARD, f"{wanted.rank / 1e9:.1f} GB"
+    share = float(rollout.gpu_memory_utilization or 0) * CARD
+    assert share - wanted.engine_weights - ENGINE > 0.05 * CARD
+    assert gpus * wanted.staging < 0.5 * HOST and gpus * wanted.received < 0.5 * HOST

@@ -93,7 +93,7 @@ PARTS = {
     "release": tests("verify/test_release.py", more=(*PACKAGE, "README.md")),
     "cluster": full("slurm", "ray_launch", "torchrun_nodes", "kubernetes"),
     "browser": full("studio_browser", "observed_run", "mlflow"),
-    "bench-trainer": benches("packing", "logprobs", "train_step"),
+    "bench-trainer": benches("packing", "logprobs", "train_step", "plan"),
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-loop": benches("weight_sync", "loop", "observe", "rollout"),
     "bench-chaos": benches("chaos"),

@@ -1,0 +1,221 @@
+"""`rft plan`: which layout it takes for models of published sizes, what it says of it, and what it
+refuses.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rft.ground.errors import ConfigError
+from rft.preflight import memory_plan
+from rft.tools import figures, planner
+from rft.tools.figures import CARDS, Figures
+from rft.tools.layout_search import Search, divisors
+from rft.tools.step_time import StepTime
+
+GRPO = ("experiment=grpo", "model.max_prompt_tokens=2048", "model.max_response_tokens=6144")
+DENSE, LARGE, EXPERTS = "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-70B", "Qwen/Qwen3-235B-A22B"
+CPU = Figures("a test's", 0, 0, 1e11, 64, 5e10, 2e10, 1e-8, 2e-6, 1e9, 1e9, 1e-4, cores=2)
+
+
+def asked(directory: Path, *words: str) -> Search:
+    options, rest = planner.parser().parse_known_args(words)
+    ((_, found),) = planner.searches(rest, options, directory)
+    return found
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, dict[str, Any]]:
+    """(exit code, text, what the last line records)."""
+    code = planner.main([*words])
+    text = capsys.readouterr().out
+    return code, text, json.loads(text.splitlines()[-1])["plan"]
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This machine was measured before."""
+    monkeypatch.setattr(figures, "measured", lambda *_: CPU)
+    yield
+
+
+# --- what is chosen -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "model_parallel"),
+    [
+        (("size=qwen3_8b_8gpu", "--cards=h100"), 2),
+        (("size=llama3_70b_64gpu", "--cards=h100:64"), 16),
+        (("size=qwen3_235b_a22b_192gpu", "--cards=h100:192"), 32),
+        (("size=qwen3_30b_a3b_16gpu", "--cards=h100:16"), 4),
+    ],
+)
+def test_recipes_fit_and_the_large_ones_are_what_is_chosen(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], model_parallel: int
+) -> None:
+    code, text, plan = said(capsys, "experiment=grpo", *words)
+    assert code == 0 and plan["fits"] and plan["configured"]["fits"]
+    chosen, own = plan["chosen"], plan["configured"]
+    assert chosen["step_s"] <= own["step_s"] and chosen["rank_gb"] < 77
+    sizes = dict(part.rsplit("=", 1) for part in chosen["words"])
+    tensor, stages, experts = (
+        int(sizes[f"trainer.megatron.{one}_model_parallel_size"])
+        for one in ("tensor", "pipeline", "expert")
+    )
+    assert tensor <= 8 and tensor * stages * experts >= model_parallel
+    if "64gpu" in words[0] or "192gpu" in words[0]:
+        assert chosen["layout"] == own["layout"], "the recipe is not what rft plan takes"
+    assert "no card was asked" in text
+
+
+def test_what_is_printed_means_that_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*GRPO, f"model.model_path={DENSE}", "--cards=h100:16", "trainer.num_ranks=8")
+    _, text, plan = said(capsys, *words)
+    for phrase in ("chosen", "memory of a card: ", "memory of a host: ", "to run it: ", "weights "):
+        assert phrase in text
+    assert "why not the others:" in text and "exchanges of tensor parallelism" in text
+    _, _, again = said(capsys, *words, *plan["chosen"]["words"])
+    assert again["configured"]["layout"] == plan["chosen"]["layout"]
+    assert again["configured"]["step_s"] == plan["chosen"]["step_s"]
+
+
+def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*GRPO, f"model.model_path={LARGE}", "--cards=a100:8", "mode=train")
+    code, text, plan = said(capsys, *words)
+    assert code == 1 and not plan["fits"] and plan["chosen"] is None
+    assert "nothing fits." in text and "of it optimizer" in text
+
+
+def test_an_engine_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*GRPO, f"model.model_path={LARGE}", "--cards=h100:64", "trainer.num_ranks=32")
+    code, text, _ = said(capsys, *words, "explorer.rollout_model.tensor_parallel_size=1")
+    assert code == 1 and "raise explorer.rollout_model.tensor_parallel_size" in text
+
+
+def test_sizes_that_the_model_refuses_are_told(tmp_path: Path) -> None:
+    words = (*GRPO, f"model.model_path={DENSE}", "--cards=h100:14", "cluster.gpu_per_node=7")
+    found = asked(tmp_path, *words, "mode=train", "trainer.num_ranks=7")
+    lines = "\n".join(planner.reasons(found))
+    assert "tensor_model_parallel_size=7 does not divide the model's 32 attention heads" in lines
+    assert "pipeline_model_parallel_size=7 does not divide the model's 36 layers" in lines
+
+
+# --- the models of memory and time ----------------------------------------------------------------
+
+
+def test_more_ranks_hold_less_and_take_less_time(tmp_path: Path) -> None:
+    words = (*GRPO, f"model.model_path={DENSE}", "mode=train")
+    few, many = (asked(tmp_path, *words, f"--cards=h200:{count}") for count in (8, 32))
+    assert many.fitting[0].seconds.total < few.fitting[0].seconds.total
+    by_name = {one.name: one.memory for one in (*few.fitting, *few.lacking)}
+    for less, more in (
+        ("tp2 pp1 cp1 dp4", "tp1 pp1 cp1 dp8"),
+        ("tp1 pp2 cp1 dp4", "tp1 pp1 cp1 dp8"),
+        ("tp1 pp1 cp2 dp4", "tp1 pp1 cp1 dp8"),
+        ("tp8 pp1 cp1 dp1", "tp4 pp1 cp1 dp2"),
+        ("tp4 pp1 cp1 dp2 recompute", "tp4 pp1 cp1 dp2"),
+    ):
+        assert by_name[less].rank <= by_name[more].rank, (less, more)
+    assert by_name["tp1 pp1 cp1 dp8"].optimizer * 8 == pytest.approx(
+        12 * by_name["tp1 pp1 cp1 dp8"].parameters, rel=1e-3
+    )
+
+
+def test_nothing_is_quicker_on_a_worse_machine(tmp_path: Path) -> None:
+    found = asked(tmp_path, *GRPO, f"model.model_path={EXPERTS}", "--cards=h200:64", "mode=train")
+    known, slower = found.site.figures, {"message": 10, "launch": 10, "update": 10}
+    rates = dict.fromkeys(("near", "far", "products", "attention", "stream"), 0.1)
+    worse = {
+        name: replace(known, **{name: getattr(known, name) * factor})
+        for name, factor in (slower | rates).items()
+    }
+    for one in (*found.fitting, *found.lacking)[::40]:
+        timed = {
+            name: StepTime(one.config, found.hf, figures, found.site.per_node, found.length)
+            for name, figures in worse.items()
+        }
+        for name, time in timed.items():
+            assert time.seconds().total >= one.seconds.total, (one.name, name)
+        longer = StepTime(one.config, found.hf, known, found.site.per_node, 1.5 * found.length)
+        assert longer.seconds().total > one.seconds.total, one.name
+
+
+def test_a_rank_plans_with_no_more_tokens_than_a_step_has(tmp_path: Path, cores: None) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 256, "intermediate_size": 128}
+    small = figures.SHAPES[DENSE] | sizes | {"num_attention_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(small), encoding="utf-8")
+    words = ("experiment=sft", f"model.model_path={tmp_path}", "model.max_model_len=64")
+    words = (*words, "device=cpu")
+    few, many = (
+        asked(tmp_path, *words, f"buffer.train_batch_size={rows}").own for rows in (2, 400)
+    )
+    assert few and many
+    assert memory_plan.tokens_of_rank(few.config) == 128 == 2 * 64
+    assert memory_plan.tokens_of_rank(many.config) == 2 * 64 and few.memory.rank == many.memory.rank
+    words = (*words, "trainer.max_token_len_per_gpu=512", "trainer.num_ranks=2")
+    found = asked(tmp_path, *words, "buffer.train_batch_size=64")
+    by_name = {one.name: one.memory for one in found.fitting}
+    # half of the layers, of two microbatches
+    whole, stages = by_name["tp1 pp1 cp1 dp2"], by_name["tp1 pp2 cp1 dp1"]
+    assert stages.activations == whole.activations and stages.weights < whole.weights
+
+
+def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked_for: list[tuple[str, int, int]] = []
+
+    def measure(dtype: str, threads: int, cores: int) -> dict[str, Any]:
+        asked_for.append((dtype, threads, cores))
+        return vars(CPU)
+
+    monkeypatch.setattr(figures, "_measure", measure)
+    for _ in range(2):
+        assert figures.measured("fp32", 1, 2) == CPU
+    assert figures.measured("bf16", 1, 2) == CPU == figures.measured("fp32", 1, 2, again=True)
+    assert asked_for == [("fp32", 1, 2), ("bf16", 1, 2), ("fp32", 1, 2)]
+
+
+@pytest.mark.verify
+def test_two_ranks_measure_this_machine() -> None:
+    found = Figures(**figures._measure("fp32", 1, 2))
+    assert 1e9 < found.products < 1e13 and 1e8 < found.near < 1e11 and found.message < 1
+    assert found.on_cpu and not found.memory and found.update < 1e-5
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--cards=h1000:8",), "--cards h1000: of this card no figures are known; use one of a100"),
+        (("--cards=h100:many",), "--cards h100:many: write the number of cards behind the name"),
+        (("--cards=h100:0",), "write the number of cards"),
+        (("--cards=h100:12",), "no whole number of nodes of 8: change it, or set cluster.gpu_per"),
+        (("--cards=h100:8", "trainer.num_ranks=16"), "num_ranks=16 .* more than the 8 there"),
+        (("--cards=h100:8", "mode=train", "trainer.num_ranks=9"), "is more than the 8 cards there"),
+        (("--cards=h100:8", "mode=serve"), "mode=serve trains nothing, so nothing is laid out"),
+        (("device=cuda",), "device=cuda, and this machine shows no cards: give --cards NAME:N"),
+        (("--cards=h100:8", "trainer.num_rank=4"), "trainer.num_ranks"),
+    ],
+)
+def test_words_that_cannot_be_planned(tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        asked(tmp_path, *GRPO, f"model.model_path={DENSE}", *words)
+
+
+def test_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planner.main([*GRPO, "--cards=h100"]) == 2
+    assert "give a directory, or one of Qwen/Qwen3-0.6B" in capsys.readouterr().err
+    assert planner.main([*GRPO, "--cards=h100", f"model.model_path={tmp_path}"]) == 2
+    assert "cannot read config.json" in capsys.readouterr().err
+
+
+def test_cards_are_known_by_the_drivers_name() -> None:
+    assert figures.of_card("NVIDIA H100 80GB HBM3") == CARDS["h100"]
+    assert figures.of_card("NVIDIA A100-SXM4-80GB") == CARDS["a100"]
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
