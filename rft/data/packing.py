@@ -103,10 +103,11 @@ class Packed:
     temperature: np.ndarray
     cu_seqlens: np.ndarray  # int32 [sequences + 1]
     rows: np.ndarray  # int32 [sequences]: index of each sequence in the list given to `pack`
-    # int64 [sequences]: so many first tokens are those of the sequence before, and computed there
-    shared: np.ndarray
     # float32 [T] each: of the rows, or of other models
     scores: dict[str, np.ndarray] = field(default_factory=dict)
+    # int64 [sequences]: so many first tokens are those of the sequence before, and computed there;
+    # empty: none
+    shared: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @property
     def length(self) -> int:
@@ -478,6 +479,19 @@ def _join(
         shared=shared,
         scores={name: shifted([row.scores[name] for row in picked], np.float32) for name in scores},
     )
+
+
+def shared_of(parts: Iterable[Iterable[Packed]], cost: Cost) -> dict[str, float]:
+    """Metrics of a step: which part of its tokens, and of its FLOPs, other rows' serve for."""
+    given = [packed for part in parts for packed in part if len(packed.rows)]
+    if not given:
+        return {}
+    lengths = np.concatenate([np.diff(packed.cu_seqlens) for packed in given]).astype(np.float64)
+    shared = np.concatenate([packed.shared for packed in given]).astype(np.float64)
+    return {
+        "packing/shared_frac": float(shared.sum() / lengths.sum()),
+        "packing/shared_flops_frac": float(cost(shared).sum() / cost(lengths).sum()),
+    }
 
 
 def empty(length: int, scores: Iterable[str] = ()) -> Packed:

@@ -16,12 +16,8 @@ Prior work: Tree Training (arXiv:2511.00413).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from rft.data.packing import Packed
 
 WORTH = 1 / 32  # of a microbatch's tokens: who shares less is computed row by row
 
@@ -135,22 +131,27 @@ class Computed:
         return len(self.tokens)
 
 
-def computed_of(packed: "Packed", multiple: int = 1, length: int = 0) -> Computed:
-    """Of a microbatch, padded to a multiple of `multiple` and at least `length` tokens; one that
-    shares nothing computes what it has.
+def computed_of(
+    tokens: np.ndarray,
+    positions: np.ndarray,
+    bounds: np.ndarray,
+    shared: np.ndarray,
+    multiple: int = 1,
+    length: int = 0,
+) -> Computed:
+    """Of a microbatch (as the fields of `Packed`, `bounds` its `cu_seqlens`), padded to a multiple
+    of `multiple` and at least `length` tokens; one that shares nothing computes what it has.
     """
-    bounds = packed.cu_seqlens
-    if not packed.shared.any():
-        return Computed(packed.tokens, packed.positions, bounds, bounds, None)
+    if not shared.any():
+        return Computed(tokens, positions, bounds, bounds, None)
     lengths = np.diff(bounds).astype(np.int64)
-    queries = np.concatenate([[0], np.cumsum(lengths - packed.shared)]).astype(np.int32)
-    source = np.zeros(packed.length, dtype=np.int64)
+    queries = np.concatenate([[0], np.cumsum(lengths - shared)]).astype(np.int32)
+    source = np.zeros(len(tokens), dtype=np.int64)
     places = np.zeros(int(queries[-1]), dtype=np.int64)  # of each computed token among the labels
-    edges = zip(bounds[:-1], bounds[1:], packed.shared, queries[:-1], strict=True)
     before = 0
-    for start, stop, shared, first in edges:
-        own = start + shared
-        source[start:own] = source[before : before + shared]
+    for start, stop, common, first in zip(bounds[:-1], bounds[1:], shared, queries, strict=False):
+        own = start + common
+        source[start:own] = source[before : before + common]
         source[own:stop] = np.arange(first, first + stop - own)
         places[first : first + stop - own] = np.arange(own, stop)
         before = start
@@ -161,4 +162,4 @@ def computed_of(packed: "Packed", multiple: int = 1, length: int = 0) -> Compute
         out[: len(places)] = values[places]
         return out
 
-    return Computed(picked(packed.tokens), picked(packed.positions), queries, bounds, source)
+    return Computed(picked(tokens), picked(positions), queries, bounds, source)

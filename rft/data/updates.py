@@ -170,7 +170,7 @@ def regrouped(
     """Rows of `part` with all that is known of them, in the microbatches `bins`, each trained token
     with its row's weight.
     """
-    where: dict[int, Place] = {}
+    where: dict[int, PlacedRow] = {}
     for packed in part:
         bounds, shared = packed.cu_seqlens.tolist(), packed.shared.tolist()
         for row, start, stop, with_last in zip(
@@ -178,14 +178,14 @@ def regrouped(
         ):
             last = next(reversed(where.values()), None)
             chain = last.chain if last and with_last else len(where)
-            where[row] = Place(packed, slice(start, stop), chain, len(where))
+            where[row] = PlacedRow(packed, slice(start, stop), chain, len(where))
     if any(packed.shared.any() for packed in part):
         bins = [sorted(bin_, key=lambda row: where[row].number) for bin_ in bins]
     return [_microbatch(part[0], where, bin_, weights, multiple) for bin_ in bins]
 
 
 @dataclass(frozen=True)
-class Place:
+class PlacedRow:
     """Where a row is: rows of one `chain` share prefixes, `number` is their order."""
 
     packed: Packed
@@ -204,7 +204,7 @@ class Place:
 
 
 def _microbatch(
-    like: Packed, where: dict[int, Place], rows: list[int], weights: list[float], multiple: int
+    like: Packed, where: dict[int, PlacedRow], rows: list[int], weights: list[float], multiple: int
 ) -> Packed:
     """`like`: which has the same scores."""
     places = [where[row] for row in rows]

@@ -7,7 +7,7 @@ short ones. Padding tokens attend to nothing and come out as 0. With context par
 holds two chunks of each sequence: keys and values are gathered with megatron's own operation
 (gloo's backward in `torch.distributed.nn` breaks on sub-groups) and masked by position. The index
 arrays of a microbatch are built once and serve all layers. Where rows share prefixes
-(`rft.data.prefixes`) the queries of a row are its last tokens only, and its keys are its whole path.
+(`rft.data.prefixes`) the queries of a row are its last tokens only, its keys are its whole path.
 """
 
 import enum
@@ -69,7 +69,7 @@ class KernelPacking:
 
 
 def plan(computed: Computed, cp_rank: int, cp: int, device: torch.device) -> dict[str, Any]:
-    """`batches` and `gather` of a `Packing` for the tokens of a microbatch that this rank computes."""
+    """`batches` and `gather` of a `Packing` for the tokens that this rank computes."""
     bounds = computed.bounds
     starts, sizes = bounds[:-1].astype(np.int64), np.diff(bounds).astype(np.int64)
     reach = np.diff(computed.key_bounds).astype(np.int64)

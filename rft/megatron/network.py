@@ -23,7 +23,7 @@ from rft.algorithm.fields import Fields
 from rft.config import LoraConfig, TrainerConfig
 from rft.config.layout import check_layout, lora_of
 from rft.data.packing import Packed, cp_index, empty, multiple_of, slice_cp
-from rft.data.prefixes import computed_of
+from rft.data.prefixes import Computed, computed_of
 from rft.ground.device import default_dtype, torch_dtype
 from rft.ground.names import Dims, read_hf_config
 from rft.megatron import kernels, overrides, weights
@@ -181,18 +181,22 @@ class Network:
         sliced = [slice_cp(packed, mesh.cp_rank, mesh.cp, self.multiple) for packed in part]
         if mesh.vpp > 1:
             sliced += [empty(self.multiple, part[0].scores)] * (-len(sliced) % mesh.pp)
-        lengths = [computed_of(packed, self.multiple).length for packed in sliced]
+        lengths = [self._computed(packed).length for packed in sliced]
         if mesh.place.ep > 1:
             lengths = mesh.longest(lengths)
         if mesh.pp > 1:
             lengths = [max(lengths)] * len(lengths)
         return [self._micro(one, length) for one, length in zip(sliced, lengths, strict=True)]
 
+    def _computed(self, packed: Packed, length: int = 0) -> Computed:
+        arrays = packed.tokens, packed.positions, packed.cu_seqlens, packed.shared
+        return computed_of(*arrays, self.multiple, length)
+
     def _micro(self, packed: Packed, length: int) -> Micro:
         """`length`: tokens that are computed, padding included."""
         if not packed.shared.any() and packed.length < length:
             packed = slice_cp(packed, 0, 1, self.multiple, length)
-        computed = computed_of(packed, self.multiple, length)
+        computed = self._computed(packed, length)
         tensor = self.mesh.device.bring
         return Micro(
             tokens=tensor(computed.tokens)[None],
