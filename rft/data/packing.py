@@ -251,13 +251,13 @@ def assign_chains(
         if max(loads) < least or best is None:
             least, best = max(loads), (units, bins)
         even = max(loads) <= EVEN * value.sum() / dp
-        if even or all(len(unit.rows) == 1 for unit in units):
+        if even or limit == 1 or all(len(unit.rows) == 1 for unit in units):
             units, bins = best
             return [
                 [[row for unit in bin_ for row in units[unit].rows] for bin_ in rank]
                 for rank in bins
             ]
-        limit = max(1, limit // 2)
+        limit //= 2
 
 
 def _assigned(
