@@ -155,6 +155,7 @@ def _row(experience: Experience, advantage: float, weight: float) -> Row:
         advantage=trained * np.float32(advantage),
         weight=trained * np.float32(weight),
         temperature=experience.temperature,
+        group=experience.group,
     )
 
 

@@ -256,6 +256,11 @@ class TrainerConfig(Section):
     balance_batch: Annotated[
         Bool, "ranks get rows of equal cost; false: as many each, in order"
     ] = True
+    share_prefixes: Annotated[
+        Bool,
+        "what rows of a group begin with alike (prompts, turns) is computed once: "
+        "docs/algorithms.md; false: in every row",
+    ] = True
     save_interval: Annotated[NonNegInt, "steps; 0: by save_minutes, and at the end"] = 0
     save_minutes: Annotated[
         FiniteNonNegFloat,

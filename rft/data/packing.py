@@ -6,7 +6,8 @@ Every array of a `Packed` is aligned to the *predicting* position t: `labels[t]`
 `behaviour[t]`, `advantage[t]` and the scores at t belong to the next token of the same sequence.
 Invariant: every token of every row is in exactly one microbatch of one rank, and a weight that is
 not 0 stands only before a trained token; so the sum of weight * loss over everything is the step's
-loss, however the rows were cut.
+loss, however the rows were cut. Rows of a group that begin alike may stand side by side
+(`rft.data.prefixes`): then what they share counts once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,11 +18,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rft.data.prefixes import Chain, chains, shared_lengths, worth_it
 from rft.ground.names import num_experts
 
 ROUNDS_PER_GROUP = 8  # exchanges of one refinement at most
 LIGHT_GROUPS = 4  # how many are tried as partner of the heaviest
 CLOSE_ENOUGH = 1e-3  # of the mean: groups that differ by less are not refined further
+EVEN = 1.02  # dearest rank / mean: shared rows are parted only where it is more
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Row:
     temperature: float = 1.0
     # more, by name; all rows of a step have the same
     scores: dict[str, np.ndarray] = field(default_factory=dict)
+    group: int = -1  # rows of one begin alike; -1: of none
 
 
 @dataclass(frozen=True)
@@ -101,10 +105,18 @@ class Packed:
     rows: np.ndarray  # int32 [sequences]: index of each sequence in the list given to `pack`
     # float32 [T] each: of the rows, or of other models
     scores: dict[str, np.ndarray] = field(default_factory=dict)
+    # int64 [sequences]: so many first tokens are those of the sequence before, and computed there;
+    # empty: none
+    shared: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    @property
+    def computed(self) -> int:
+        """Tokens that go through the model, padding left out."""
+        return int(self.cu_seqlens[-1]) - int(self.shared.sum())
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,11 @@ class PackingPolicy:
     rows: int | None = None  # so many rows per microbatch, whatever their lengths
     balance: bool = True  # False: rows stay in their order, and every rank takes as many
     pad: bool = False  # every sequence of a microbatch takes the room of its longest
+    share: bool = False  # cut by tokens: what rows of a group begin with alike is computed once
+
+    @property
+    def by_tokens(self) -> bool:
+        return self.rows is None and self.balance and not self.pad
 
 
 BY_TOKENS = PackingPolicy()
@@ -165,23 +182,29 @@ def pack(
     without rows gets microbatches of padding only, which compute nothing and keep the collectives
     aligned.
     """
-    bins = bins_of([len(row.tokens) for row in rows], dp, max_tokens, multiple, cost, cut)
+    bins = bins_of(rows, dp, max_tokens, multiple, cost, cut)
     return packed_of(rows, bins, multiple, cut)
 
 
 def bins_of(
-    lengths: list[int],
+    rows: Sequence[Row],
     dp: int,
     max_tokens: int,
     multiple: int,
     cost: Cost = Cost(),
     cut: PackingPolicy = BY_TOKENS,
 ) -> list[list[list[int]]]:
-    """[rank][microbatch] -> row numbers, as `pack` cuts rows of these lengths."""
+    """[rank][microbatch] -> row numbers, as `pack` cuts these rows."""
     limit = max(1, max_tokens - max_tokens % multiple)
-    if cut == BY_TOKENS:
+    lengths = [len(row.tokens) for row in rows]
+    if not cut.by_tokens:
+        return divide(lengths, dp, limit, cut, cost)
+    if not cut.share:
         return assign(lengths, dp, limit, cost)
-    return divide(lengths, dp, limit, cut, cost)
+    found = chains(
+        [row.tokens for row in rows], [row.trained for row in rows], [row.group for row in rows]
+    )
+    return assign_chains(found, dp, limit, cost)
 
 
 def packed_of(
@@ -190,7 +213,7 @@ def packed_of(
     """The rows of each of `bins` as one microbatch."""
     scores = tuple(rows[0].scores) if rows else ()
     return [
-        [_join(_picked(rows, bin_, cut.pad), bin_, multiple, scores) for bin_ in part]
+        [_join(_picked(rows, bin_, cut.pad), bin_, multiple, scores, cut.share) for bin_ in part]
         for part in bins
     ]
 
@@ -207,10 +230,43 @@ def assign(
     meet in every microbatch (experts) meet at equal ones. Everything is decided on the sorted
     lengths: another order of the rows renames rows of one length and changes nothing.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    real = np.array([lengths[i] for i in order], dtype=np.int64)
+    real = np.array(lengths, dtype=np.int64)
+    return _assigned(real, cost(real.astype(np.float64)), dp, max_tokens)
+
+
+def assign_chains(
+    given: list[Chain], dp: int, max_tokens: int, cost: Cost = Cost()
+) -> list[list[list[int]]]:
+    """As `assign`, for rows that share: a chain stays together as far as a microbatch holds it, and
+    as ranks are of equal cost; it is parted where the dearest rank becomes cheaper by that,
+    although what both parts share is then computed in each.
+    """
+    limit, least, best = max_tokens, np.inf, None
+    while True:
+        units = [piece for chain in given for piece in chain.pieces(limit)]
+        value = np.array([unit.value(cost.linear, cost.attention) for unit in units])
+        size = np.array([unit.size for unit in units], dtype=np.int64)
+        bins = _assigned(size, value, dp, max_tokens)
+        loads = [sum(value[unit] for bin_ in rank for unit in bin_) for rank in bins]
+        if max(loads) < least or best is None:
+            least, best = max(loads), (units, bins)
+        even = max(loads) <= EVEN * value.sum() / dp
+        if even or limit == 1 or all(len(unit.rows) == 1 for unit in units):
+            units, bins = best
+            return [
+                [[row for unit in bin_ for row in units[unit].rows] for bin_ in rank]
+                for rank in bins
+            ]
+        limit //= 2
+
+
+def _assigned(
+    real: np.ndarray, value: np.ndarray, dp: int, max_tokens: int
+) -> list[list[list[int]]]:
+    """[rank][microbatch] -> ascending numbers of units of so many tokens and of such cost."""
+    order = sorted(range(len(real)), key=lambda i: (-real[i], -value[i], i))
+    real, value = real[order], value[order]
     size = np.minimum(real, max_tokens)  # a row that is too long fills its microbatch
-    value = cost(real.astype(np.float64))
     count = _fewest(size, dp, max_tokens)
     while True:
         parts = _attempt(size, value, dp, count, max_tokens)
@@ -374,16 +430,28 @@ def _lengthened(row: Row, length: int) -> Row:
     behind = (0, length - len(row.tokens))
     arrays = (row.tokens, row.trained, row.behaviour, row.advantage, row.weight)
     scores = {name: np.pad(array, behind) for name, array in row.scores.items()}
-    return Row(*(np.pad(array, behind) for array in arrays), row.temperature, scores)
+    padded = (np.pad(array, behind) for array in arrays)
+    return Row(*padded, row.temperature, scores, row.group)
 
 
-def _join(picked: list[Row], chosen: list[int], multiple: int, scores: Iterable[str]) -> Packed:
+def _join(
+    picked: list[Row], chosen: list[int], multiple: int, scores: Iterable[str], share: bool = False
+) -> Packed:
     """Concatenate rows, shift their targets to the predicting position, pad the end.
 
     `scores`: names of those of all rows.
     """
     lengths = np.array([len(row.tokens) for row in picked], dtype=np.int32)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    shared = np.zeros(len(picked), dtype=np.int64)
+    if share:
+        found = shared_lengths(
+            [row.tokens for row in picked],
+            [row.trained for row in picked],
+            # a row of no group shares with none
+            [row.group if row.group >= 0 else -1 - at for at, row in enumerate(picked)],
+        )
+        shared = worth_it(found, lengths.tolist())
     total = int(cu_seqlens[-1])
     padded = max(multiple, -(-total // multiple) * multiple)
 
@@ -408,8 +476,22 @@ def _join(picked: list[Row], chosen: list[int], multiple: int, scores: Iterable[
         ),
         cu_seqlens=cu_seqlens,
         rows=np.array(chosen, dtype=np.int32),
+        shared=shared,
         scores={name: shifted([row.scores[name] for row in picked], np.float32) for name in scores},
     )
+
+
+def shared_of(parts: Iterable[Iterable[Packed]], cost: Cost) -> dict[str, float]:
+    """Metrics of a step: which part of its tokens, and of its FLOPs, other rows' serve for."""
+    given = [packed for part in parts for packed in part if len(packed.rows)]
+    if not given:
+        return {}
+    lengths = np.concatenate([np.diff(packed.cu_seqlens) for packed in given]).astype(np.float64)
+    shared = np.concatenate([packed.shared for packed in given]).astype(np.float64)
+    return {
+        "packing/shared_frac": float(shared.sum() / lengths.sum()),
+        "packing/shared_flops_frac": float(cost(shared).sum() / cost(lengths).sum()),
+    }
 
 
 def empty(length: int, scores: Iterable[str] = ()) -> Packed:
@@ -434,6 +516,7 @@ def slice_cp(packed: Packed, rank: int, size: int, multiple: int = 1, length: in
     (Megatron's order). The result is padded to a multiple of `multiple` and at least `length`; its
     `cu_seqlens` are local. size=1 only pads.
     """
+    assert size == 1 or not packed.shared.any(), "context-parallel ranks share no prefixes"
     flat = cp_index(packed, rank, size)
     starts, stops = packed.cu_seqlens[:-1], packed.cu_seqlens[1:]
     bounds = stops - starts if size == 1 else 2 * -((starts - stops) // (2 * size))
@@ -447,7 +530,9 @@ def slice_cp(packed: Packed, rank: int, size: int, multiple: int = 1, length: in
     arrays = {name: sliced(getattr(packed, name), PADDING.get(name, 0)) for name in TOKEN_FIELDS}
     cu_seqlens = np.concatenate([[0], np.cumsum(bounds, dtype=np.int64)]).astype(np.int32)
     scores = {name: sliced(values) for name, values in packed.scores.items()}
-    return Packed(**arrays, cu_seqlens=cu_seqlens, rows=packed.rows, scores=scores)
+    return Packed(
+        **arrays, cu_seqlens=cu_seqlens, rows=packed.rows, shared=packed.shared, scores=scores
+    )
 
 
 def cp_index(packed: Packed, rank: int, size: int) -> np.ndarray:

@@ -31,6 +31,7 @@ from rft.data.packing import (
     packed_of,
     token_weights,
 )
+from rft.data.prefixes import shared_lengths, worth_it
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ class RowPacking:
     cost: Cost = Cost()
     cut: PackingPolicy = BY_TOKENS
 
-    def bins(self, lengths: list[int]) -> list[list[list[int]]]:
-        return bins_of(lengths, self.dp, self.max_tokens, self.multiple, self.cost, self.cut)
+    def bins(self, rows: list[Row]) -> list[list[list[int]]]:
+        return bins_of(rows, self.dp, self.max_tokens, self.multiple, self.cost, self.cut)
 
     def bins_at(
         self, rows: list[int], homes: list[int], lengths: list[int]
@@ -121,12 +122,12 @@ def planned(
     kinds = [bool(row.scores["expert"].any()) if "expert" in row.scores else False for row in rows]
     first = rule.updates_of(kinds, step, 0)
     if rule.epochs * len(first) == 1:
-        bins = packing.bins(lengths)
+        bins = packing.bins(rows)
         return packed_of(rows, bins, packing.multiple, packing.cut), []
     found = [
         [
             [[members[at] for at in bin_] for bin_ in rank]
-            for rank in packing.bins([lengths[row] for row in members])
+            for rank in packing.bins([rows[row] for row in members])
         ]
         for members in first
     ]
@@ -169,23 +170,45 @@ def regrouped(
     """Rows of `part` with all that is known of them, in the microbatches `bins`, each trained token
     with its row's weight.
     """
-    where = {}
+    where: dict[int, PlacedRow] = {}
     for packed in part:
-        bounds = packed.cu_seqlens.tolist()
-        for row, start, stop in zip(packed.rows.tolist(), bounds[:-1], bounds[1:], strict=True):
-            where[row] = packed, slice(start, stop)
+        bounds, shared = packed.cu_seqlens.tolist(), packed.shared.tolist()
+        for row, start, stop, with_last in zip(
+            packed.rows.tolist(), bounds[:-1], bounds[1:], shared, strict=True
+        ):
+            last = next(reversed(where.values()), None)
+            chain = last.chain if last and with_last else len(where)
+            where[row] = PlacedRow(packed, slice(start, stop), chain, len(where))
+    if any(packed.shared.any() for packed in part):
+        bins = [sorted(bin_, key=lambda row: where[row].number) for bin_ in bins]
     return [_microbatch(part[0], where, bin_, weights, multiple) for bin_ in bins]
 
 
+@dataclass(frozen=True)
+class PlacedRow:
+    """Where a row is: rows of one `chain` share prefixes, `number` is their order."""
+
+    packed: Packed
+    at: slice
+    chain: int
+    number: int
+
+    def field(self, name: str) -> np.ndarray:
+        found: np.ndarray = getattr(self.packed, name)[self.at]
+        return found
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Of its tokens; weights stand before them."""
+        return np.append(False, self.field("weight")[:-1] != 0)
+
+
 def _microbatch(
-    like: Packed,
-    where: dict[int, tuple[Packed, slice]],
-    rows: list[int],
-    weights: list[float],
-    multiple: int,
+    like: Packed, where: dict[int, PlacedRow], rows: list[int], weights: list[float], multiple: int
 ) -> Packed:
     """`like`: which has the same scores."""
-    lengths = [where[row][1].stop - where[row][1].start for row in rows]
+    places = [where[row] for row in rows]
+    lengths = [place.at.stop - place.at.start for place in places]
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     total = int(cu_seqlens[-1])
     padded = max(multiple, -(-total // multiple) * multiple)
@@ -197,7 +220,7 @@ def _microbatch(
         return out
 
     def picked(name: str) -> np.ndarray:
-        given = [getattr(where[row][0], name)[where[row][1]] for row in rows]
+        given = [place.field(name) for place in places]
         if name == "weight":
             given = [
                 np.where(old != 0, np.float32(weights[row]), np.float32(0))
@@ -205,12 +228,18 @@ def _microbatch(
             ]
         return joined(given, getattr(like, name).dtype, PADDING.get(name, 0))
 
+    shared = shared_lengths(
+        [place.field("tokens") for place in places],
+        [place.trained for place in places],
+        [place.chain for place in places],
+    )
     return Packed(
         **{name: picked(name) for name in TOKEN_FIELDS},
         cu_seqlens=cu_seqlens,
         rows=np.array(rows, dtype=np.int32),
+        shared=worth_it(shared, lengths),
         scores={
-            name: joined([where[row][0].scores[name][where[row][1]] for row in rows], values.dtype)
+            name: joined([place.packed.scores[name][place.at] for place in places], values.dtype)
             for name, values in like.scores.items()
         },
     )

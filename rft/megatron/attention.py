@@ -6,9 +6,11 @@ gathered back; one batch per class of similar lengths, so that one long sequence
 short ones. Padding tokens attend to nothing and come out as 0. With context parallelism every rank
 holds two chunks of each sequence: keys and values are gathered with megatron's own operation
 (gloo's backward in `torch.distributed.nn` breaks on sub-groups) and masked by position. The index
-arrays of a microbatch are built once and serve all layers.
+arrays of a microbatch are built once and serve all layers. Where rows share prefixes
+(`rft.data.prefixes`) the queries of a row are its last tokens only, its keys are its whole path.
 """
 
+import enum
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rft.data.packing import cp_positions
+from rft.data.prefixes import Computed
 from rft.ground.device import attention_dtype
 
 
@@ -34,7 +37,8 @@ class PaddedBatch:
     # int64 [b * Lq]; slots without a token repeat some valid index, their output is dropped
     queries: Tensor
     keys: Tensor  # int64 [b * Lk]
-    mask: Tensor | None  # bool [b, 1, Lq, Lk]; None: plain causal
+    # bool [b, 1, Lq, Lk], or what is added to the scores; None: plain causal
+    mask: Tensor | None
     shape: tuple[int, int, int]  # b, Lq, Lk
 
 
@@ -51,19 +55,28 @@ class Packing(PackedSeqParams):
     )
     # float32 [T, 1, 1, d]: rotary angles of the tokens that this rank holds
     frequencies: Tensor | None = None
+    thd: "KernelPacking | None" = None
 
 
-def plan(
-    cu_seqlens: np.ndarray, length: int, cp_rank: int, cp: int, device: torch.device
-) -> dict[str, Any]:
-    """`batches` and `gather` of a `Packing` for local `cu_seqlens` of a microbatch of `length`
-    local tokens.
+@dataclass(frozen=True)
+class KernelPacking:
+    """The same for Transformer Engine's kernels, and, where rows share prefixes, which tokens are
+    the keys of each row's whole path, int64 [K].
     """
-    starts, sizes = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
-    gather = np.full(length, -1, dtype=np.int64)
+
+    sequences: PackedSeqParams
+    keys: Tensor | None
+
+
+def plan(computed: Computed, cp_rank: int, cp: int, device: torch.device) -> dict[str, Any]:
+    """`batches` and `gather` of a `Packing` for the tokens that this rank computes."""
+    bounds = computed.bounds
+    starts, sizes = bounds[:-1].astype(np.int64), np.diff(bounds).astype(np.int64)
+    reach = np.diff(computed.key_bounds).astype(np.int64)
+    gather = np.full(computed.length, -1, dtype=np.int64)
     batches: list[PaddedBatch] = []
     done = 0
-    for chosen in _classes(sizes):
+    for chosen in _classes(sizes, reach):
         width = int(sizes[chosen].max())
         slots = np.arange(width)
         used = slots < sizes[chosen, None]  # [b, Lq]
@@ -72,12 +85,17 @@ def plan(
         done += used.size
         keys, mask = queries, None
         if cp > 1:
-            keys, mask = _cp_keys(queries, used, sizes[chosen], length, cp_rank, cp)
+            keys, allowed = _cp_keys(queries, used, sizes[chosen], computed.length, cp_rank, cp)
+            mask = torch.from_numpy(allowed[:, None]).to(device)
+        elif computed.source is not None:
+            keys = _path_keys(computed.source, computed.key_bounds[chosen], reach[chosen])
+            if (sizes[chosen] < reach[chosen]).any():
+                mask = _behind(reach[chosen] - sizes[chosen], width, keys.shape[1], device)
         batches.append(
             PaddedBatch(
                 queries=torch.from_numpy(queries.reshape(-1)).to(device),
                 keys=torch.from_numpy(keys.reshape(-1)).to(device),
-                mask=None if mask is None else torch.from_numpy(mask[:, None]).to(device),
+                mask=mask,
                 shape=(len(chosen), width, keys.shape[1]),
             )
         )
@@ -85,12 +103,34 @@ def plan(
     return {"batches": tuple(batches), "gather": torch.from_numpy(gather).to(device)}
 
 
-def _classes(sizes: np.ndarray) -> list[np.ndarray]:
-    """Sequences grouped so that padding to the longest of a
-    group at most doubles the short ones.
+def _classes(sizes: np.ndarray, reach: np.ndarray) -> list[np.ndarray]:
+    """Sequences grouped so that padding to the longest of a group at most doubles the short ones,
+    in their queries and in their keys; those with more keys than queries apart.
     """
-    classes = np.ceil(np.log2(np.maximum(sizes, 8)))
-    return [np.flatnonzero((classes == c) & (sizes > 0)) for c in np.unique(classes[sizes > 0])]
+    rounded = [np.ceil(np.log2(np.maximum(n, 8))) for n in (sizes, reach)]
+    classes = np.stack([*rounded, sizes < reach])
+    found = np.unique(classes[:, sizes > 0], axis=1)
+    return [np.flatnonzero((classes == one[:, None]).all(0) & (sizes > 0)) for one in found.T]
+
+
+def _path_keys(source: np.ndarray, starts: np.ndarray, reach: np.ndarray) -> np.ndarray:
+    """The tokens of each row's whole path [b, Lk], the first again where it is shorter."""
+    slots = np.arange(int(reach.max()))
+    found: np.ndarray = source[
+        np.where(slots < reach[:, None], starts[:, None] + slots, starts[:, None])
+    ]
+    return found
+
+
+def _behind(before: np.ndarray, rows: int, columns: int, device: torch.device) -> Tensor:
+    """What is added to the scores [b, 1, rows, columns] of queries that come behind `before` keys:
+    0, or -inf for keys behind the query's own.
+    """
+    keys = torch.arange(columns, device=device)
+    last = torch.from_numpy(before).to(device)[:, None] + torch.arange(rows, device=device)
+    hidden = keys > last[..., None]
+    mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
+    return mask[:, None]
 
 
 def _cp_keys(
@@ -114,6 +154,45 @@ def _cp_keys(
     mask = key_positions[:, None, :] <= positions[cp_rank][:, :, None]
     mask[:, :, 0] |= ~used
     return keys, mask
+
+
+class BehindPrefix(enum.Enum):
+    """Transformer Engine's name for queries that are the last of their keys; megatron's own
+    enumeration of masks has none.
+    """
+
+    padding_causal_bottom_right = enum.auto()
+
+
+class KernelAttention(nn.Module):
+    """Transformer Engine's attention, as `PackedAttention`: positions are already in query and key,
+    so megatron need not know where sequences begin.
+    """
+
+    def __init__(self, config: TransformerConfig, **given: Any):
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        super().__init__()
+        self.kernel = TEDotProductAttention(config=config, **given)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any,
+        packed_seq_params: Packing,
+        **_: Any,
+    ) -> Tensor:
+        thd = packed_seq_params.thd
+        assert thd is not None
+        key, value, kind = key.squeeze(1), value.squeeze(1), attn_mask_type
+        if thd.keys is not None:
+            key, value = key.index_select(0, thd.keys), value.index_select(0, thd.keys)
+            kind = BehindPrefix.padding_causal_bottom_right
+        out = self.kernel(query.squeeze(1), key, value, None, kind, packed_seq_params=thd.sequences)
+        return out.reshape(len(out), 1, -1)
 
 
 class PackedAttention(nn.Module):
@@ -167,9 +246,14 @@ class PackedAttention(nn.Module):
             query.to(dtype),
             key.to(dtype),
             value.to(dtype),
-            attn_mask=batch.mask,
+            attn_mask=_of_type(batch.mask, dtype),
             is_causal=batch.mask is None,
             scale=self.scale,
             enable_gqa=heads != groups,
         )
         return out.to(q.dtype).transpose(1, 2).reshape(b * rows, heads * size)
+
+
+def _of_type(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """One that is added has the type of the scores."""
+    return mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)

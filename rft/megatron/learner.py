@@ -187,13 +187,13 @@ class Critic(Learner):
     def _token_scores(self, micro: Micro, hidden: Tensor, wanted: Tensor | None = None) -> Tensor:
         """`hidden` is [1, T, 1] already (`ValueHead`), or this rank's T/tp rows of it."""
         values = hidden.reshape(-1)
-        if not self.mesh.sequence_parallel:
-            return values
-        # Every rank of the group computes the whole loss, so each takes its own rows of the
-        # gradient and sums nothing.
-        return gather_from_sequence_parallel_region(
-            values, tensor_parallel_output_grad=False, group=self.mesh.tp_group
-        )
+        if self.mesh.sequence_parallel:
+            # Every rank of the group computes the whole loss, so each takes its own rows of the
+            # gradient and sums nothing.
+            values = gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self.mesh.tp_group
+            )
+        return values if micro.source is None else values.index_select(0, micro.source)
 
     def snapshot(self) -> Snapshot:
         pieces = [replace(piece, key=f"critic.{piece.key}") for piece in self._pieces()]

@@ -202,11 +202,13 @@ def label_logprobs(
     group: dist.ProcessGroup,
     sequence_parallel: bool = False,
     trained: Tensor | None = None,
+    source: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [T] of `labels` [T] and entropies [T], both 0 but at the rows `trained`.
+    """Log-probabilities [L] of `labels` [L] and entropies [L], both 0 but at the rows `trained`.
 
     `hidden` is [T, H] on every rank of `group`, or its T/tp rows with `sequence_parallel`; `weight`
-    is this rank's shard, and `vocab` the true vocabulary size, without padding.
+    is this rank's shard, and `vocab` the true vocabulary size, without padding. `source` [L]: the
+    row of `hidden` that predicts each label, some of them several; None: each its own, L = T.
     """
     if sequence_parallel:
         whole = gather_from_sequence_parallel_region(
@@ -216,10 +218,15 @@ def label_logprobs(
         whole = copy_to_tensor_model_parallel_region(hidden, group=group)
     first = group.rank() * len(weight)
     width = max(0, min(len(weight), vocab - first))
+    if source is not None:
+        # its gradient adds up in the order of the labels, on any number of threads
+        whole = whole.index_select(0, source if trained is None else source[trained])
+    elif trained is not None:
+        whole = whole[trained]
     if trained is None:
         return _LabelLogprobs.apply(whole, weight, labels - first, temperature, width, group)
     found = _LabelLogprobs.apply(
-        whole[trained], weight, labels[trained] - first, temperature[trained], width, group
+        whole, weight, labels[trained] - first, temperature[trained], width, group
     )
     logprobs, entropy = (
         torch.zeros(len(labels), dtype=t.dtype, device=t.device).index_put((trained,), t)

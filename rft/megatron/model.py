@@ -27,10 +27,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from rft.data.packing import Packed
+from rft.data.prefixes import Computed
 from rft.ground.adapters import SUFFIXES, Lora
 from rft.ground.names import SUPPORTED, Dims, architecture_of, bind, rope_of
-from rft.megatron.attention import PackedAttention, Packing, plan
+from rft.megatron.attention import (
+    KernelAttention,
+    KernelPacking,
+    PackedAttention,
+    Packing,
+    plan,
+)
 from rft.megatron.kernels import WGRAD, fused, uses_transformer_engine
 from rft.megatron.lora_layers import add_adapters
 from rft.megatron.mesh import Mesh
@@ -228,6 +234,7 @@ def layer_spec(
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
+        engine.submodules.self_attention.submodules.core_attention = KernelAttention
         if lora:
             add_adapters(engine.submodules, lora, dims, mesh.place)
         return engine
@@ -295,11 +302,8 @@ def _part(
         model.output_layer = ValueHead(config) if is_critic else OutputLayer(model.output_layer)
     _mark_shards(model)
     frequencies = inverse_frequencies(hf).to(mesh.device.torch)
-    if uses_transformer_engine(mesh.device):
-        model.rotary_pos_emb.inv_freq = frequencies
-    else:
-        model.rotary_pos_emb = Rotary()
-        model.inverse_frequencies = frequencies
+    model.rotary_pos_emb = Rotary()
+    model.inverse_frequencies = frequencies
     return model.to(device=mesh.device.torch)
 
 
@@ -341,36 +345,53 @@ def _llama3(inverse: Tensor, rope: dict[str, Any]) -> Tensor:
     return torch.where(is_between, between, stretched)
 
 
-def packing_of(packed: Packed, model: GPTModel, mesh: Mesh) -> PackedSeqParams:
-    """What every layer must know about a microbatch (already
-    sliced for this context-parallel rank).
+def packing_of(computed: Computed, model: GPTModel, mesh: Mesh) -> Packing:
+    """What every layer must know about a microbatch (already sliced for this context-parallel
+    rank).
     """
     device = mesh.device.torch
-    if not hasattr(model, "inverse_frequencies"):
-        return _te_packing(packed, mesh)
-    positions = packed.positions.astype(np.float32)
-    positions[int(packed.cu_seqlens[-1]) :] = 0
+    positions = computed.positions.astype(np.float32)
+    positions[int(computed.bounds[-1]) :] = 0
     angles = torch.outer(mesh.device.bring(positions), model.inverse_frequencies)
+    planned = (
+        {"thd": _te_packing(computed, mesh)}
+        if uses_transformer_engine(mesh.device)
+        else plan(computed, mesh.cp_rank, mesh.cp, device)
+    )
     return Packing(
         qkv_format="rows",
         frequencies=torch.cat([angles, angles], dim=-1)[:, None, None, :],
-        **plan(packed.cu_seqlens, packed.length, mesh.cp_rank, mesh.cp, device),
+        **planned,
     )
 
 
-def _te_packing(packed: Packed, mesh: Mesh) -> PackedSeqParams:
+def _te_packing(computed: Computed, mesh: Mesh) -> KernelPacking:
     """Transformer Engine takes lengths over all context-parallel ranks and has no padding: the tail
     is one more sequence.
     """
-    bounds = packed.cu_seqlens.tolist()
-    if bounds[-1] < packed.length:
-        bounds.append(packed.length)
-    lengths = mesh.device.bring(np.array(bounds, dtype=np.int32) * np.int32(mesh.cp))
-    longest = max(b - a for a, b in zip(bounds, bounds[1:], strict=False)) * mesh.cp
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=lengths,
-        cu_seqlens_kv=lengths,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+    queries, keys, source = computed.bounds.tolist(), computed.key_bounds.tolist(), computed.source
+    if padding := computed.length - queries[-1]:
+        tail = np.arange(queries[-1], computed.length)
+        if source is not None:
+            source = np.concatenate([source[: keys[-1]], tail])
+        queries, keys = [*queries, computed.length], [*keys, keys[-1] + padding]
+    elif source is not None:
+        source = source[: keys[-1]]
+    bring = mesh.device.bring
+
+    def lengths(bounds: list[int]) -> tuple[Tensor, int]:
+        longest = max(b - a for a, b in zip(bounds, bounds[1:], strict=False)) * mesh.cp
+        return bring(np.array(bounds, dtype=np.int32) * np.int32(mesh.cp)), longest
+
+    cu_seqlens_q, max_seqlen_q = lengths(queries)
+    cu_seqlens_kv, max_seqlen_kv = lengths(keys)
+    return KernelPacking(
+        PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+        ),
+        None if source is None else bring(source),
     )

@@ -23,6 +23,7 @@ from rft.algorithm.fields import Fields
 from rft.config import LoraConfig, TrainerConfig
 from rft.config.layout import check_layout, lora_of
 from rft.data.packing import Packed, cp_index, empty, multiple_of, slice_cp
+from rft.data.prefixes import Computed, computed_of
 from rft.ground.device import default_dtype, torch_dtype
 from rft.ground.names import Dims, read_hf_config
 from rft.megatron import kernels, overrides, weights
@@ -34,15 +35,18 @@ from rft.megatron.mesh import Mesh
 
 @dataclass(frozen=True)
 class Micro:
-    """One microbatch on the device, sliced for this context-parallel rank."""
+    """One microbatch on the device, sliced for this context-parallel rank: T tokens that are
+    computed, L labels; as many, where no prefix is shared.
+    """
 
     tokens: Tensor  # [1, T]
     positions: Tensor  # [1, T]
-    labels: Tensor  # [T], as are the fields
+    labels: Tensor  # [L], as are the fields
     temperature: Tensor
     trained: Tensor  # int64: which tokens are, found on the host, which then waits for no device
     fields: Fields
     packing: PackedSeqParams
+    source: Tensor | None = None  # int64 [L]: which token predicts each label; None: its own
 
 
 class Network:
@@ -133,6 +137,7 @@ class Network:
             self.mesh.tp_group,
             self.mesh.sequence_parallel,
             trained,
+            micro.source,
         )
 
     @property
@@ -176,29 +181,34 @@ class Network:
         sliced = [slice_cp(packed, mesh.cp_rank, mesh.cp, self.multiple) for packed in part]
         if mesh.vpp > 1:
             sliced += [empty(self.multiple, part[0].scores)] * (-len(sliced) % mesh.pp)
-        lengths = [packed.length for packed in sliced]
+        lengths = [self._computed(packed).length for packed in sliced]
         if mesh.place.ep > 1:
             lengths = mesh.longest(lengths)
         if mesh.pp > 1:
             lengths = [max(lengths)] * len(lengths)
-        padded = (
-            packed if packed.length == length else slice_cp(packed, 0, 1, self.multiple, length)
-            for packed, length in zip(sliced, lengths, strict=True)
-        )
-        return [self._micro(packed) for packed in padded]
+        return [self._micro(one, length) for one, length in zip(sliced, lengths, strict=True)]
 
-    def _micro(self, packed: Packed) -> Micro:
+    def _computed(self, packed: Packed, length: int = 0) -> Computed:
+        arrays = packed.tokens, packed.positions, packed.cu_seqlens, packed.shared
+        return computed_of(*arrays, self.multiple, length)
+
+    def _micro(self, packed: Packed, length: int) -> Micro:
+        """`length`: tokens that are computed, padding included."""
+        if not packed.shared.any() and packed.length < length:
+            packed = slice_cp(packed, 0, 1, self.multiple, length)
+        computed = self._computed(packed, length)
         tensor = self.mesh.device.bring
         return Micro(
-            tokens=tensor(packed.tokens)[None],
-            positions=tensor(packed.positions)[None],
+            tokens=tensor(computed.tokens)[None],
+            positions=tensor(computed.positions)[None],
             labels=tensor(packed.labels),
             temperature=tensor(packed.temperature),
             trained=tensor(np.flatnonzero(packed.weight)),
             fields=Fields.of(
                 packed, tensor, self.mesh.sum_over_context if self.mesh.cp > 1 else None
             ),
-            packing=models.packing_of(packed, self.model[0], self.mesh),
+            packing=models.packing_of(computed, self.model[0], self.mesh),
+            source=None if computed.source is None else tensor(computed.source),
         )
 
     def _whole(self, packed: Packed, local: Tensor) -> np.ndarray:

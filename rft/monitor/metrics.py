@@ -106,12 +106,17 @@ class Speed:
     peak_tflops: float | None
     recomputes: bool
 
-    def metrics(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
+    def metrics(
+        self, lengths: Sequence[int], seconds: float, shared: float = 0.0
+    ) -> dict[str, float]:
+        """`shared`: of the FLOPs of these sequences, what was not computed, since another one's
+        serve.
+        """
         import numpy as np
 
         if not len(lengths) or seconds <= 0:
             return {}
-        forward = float(self.cost(np.array(lengths, dtype=np.float64)).sum())
+        forward = float(self.cost(np.array(lengths, dtype=np.float64)).sum()) * (1 - shared)
         tflops = forward / seconds / self.ranks / 1e12
         found = {
             "perf/tokens_per_s": sum(lengths) / seconds,

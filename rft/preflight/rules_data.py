@@ -263,6 +263,11 @@ def notes(c: Config) -> Iterator[str]:
             "algorithm.policy_loss_fn_args.loss_agg_mode is algorithm.loss_agg_mode here: the KL "
             "and entropy terms of the loss become one number in the same way"
         )
+    if c.trainer.share_prefixes and (cp := c.trainer.megatron.context_parallel_size) > 1:
+        yield (
+            "trainer.share_prefixes: every row is computed whole, as "
+            f"trainer.megatron.context_parallel_size={cp} cuts each over ranks"
+        )
     for key, one, is_eval in tasksets(c):
         given_name, mark, _ = str(one.name).partition(EVAL)
         if is_eval and mark:

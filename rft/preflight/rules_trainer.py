@@ -39,6 +39,7 @@ IDLE = {  # keys of a model on one's own machines, and why they mean nothing to 
     "trainer.recompute_num_layers": THERE,
     "trainer.recompute_modules": THERE,
     "trainer.use_remove_padding": THERE,
+    "trainer.share_prefixes": THERE,
     "cluster.colocate": THERE,
     "model.lora_configs": "the adapter is described by model.tinker.rank and model.tinker.train_*",
     "model.ref_model_path": "a KL term compares with model.tinker.base_model",

@@ -10,7 +10,7 @@ what explorers put into a buffer. Collective: every rank builds its own.
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,7 +202,10 @@ def build_feed(config: Config, mesh: TrainerMesh, models: Models, tokenizer: Any
         int(config.trainer.max_token_len_per_gpu or 0) * mesh.cp,
         models.policy.multiple,
         Cost.of(models.policy.hf_config),
-        cut_of(config.trainer),
+        # a service gets whole rows, and cuts them as it likes
+        replace(cut_of(config.trainer), share=False)
+        if config.model.tinker.enable
+        else cut_of(config.trainer),
         int(config.model.max_response_tokens or 1),
         experts(config, tokenizer) if lead else None,
         rule_of(config),
@@ -223,7 +226,14 @@ def rule_of(config: Config) -> UpdateRule:
 
 def cut_of(trainer: TrainerConfig) -> PackingPolicy:
     rows = None if trainer.use_dynamic_bsz else trainer.ppo_micro_batch_size_per_gpu
-    return PackingPolicy(rows, trainer.balance_batch, pad=not trainer.use_remove_padding)
+    cut = PackingPolicy(rows, trainer.balance_batch, pad=not trainer.use_remove_padding)
+    return replace(cut, share=trainer.share_prefixes and can_share(trainer))
+
+
+def can_share(trainer: TrainerConfig) -> bool:
+    """Whether rows may share prefixes as microbatches are cut: by tokens, and no row over ranks."""
+    by_tokens = trainer.use_dynamic_bsz and trainer.balance_batch and trainer.use_remove_padding
+    return by_tokens and trainer.megatron.context_parallel_size == 1
 
 
 def source(config: Config, tokenizer: Any) -> BatchSource:

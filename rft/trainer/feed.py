@@ -7,13 +7,13 @@ of every row. Invariant: all global counts are taken here, before the batch is c
 calls `next` once per step, in step order.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rft.algorithm import ALGORITHMS, credit, mixing, token_credit
+from rft.algorithm import ALGORITHMS, credit, mixing, recipe, token_credit
 from rft.algorithm.strategies import SAMPLE_STRATEGIES
 from rft.config import AlgorithmConfig, Config
-from rft.data.packing import BY_TOKENS, Cost, Packed, PackingPolicy, Row
+from rft.data.packing import BY_TOKENS, Cost, Packed, PackingPolicy, Row, shared_of
 from rft.data.updates import ONE_UPDATE, RowPacking, Update, UpdateRule, planned
 from rft.ground.experience import Batch, Experience
 from rft.ground.protocols import TrainerMesh
@@ -91,7 +91,10 @@ class Feed:
         if experiences:
             (metrics, groups), rows = self._rows(batch, metrics)
             mode = str(self.algorithm.loss_agg_mode)
+            if recipe.needs_pairs(self.algorithm):
+                rows = [replace(row, group=at // 2) for at, row in enumerate(rows)]
             parts, updates = planned(rows, self.rule, step, self.packing, mode, self.longest)
+            metrics |= shared_of(parts, self.cost)
             told = metrics, groups, [(update.bins, update.weights) for update in updates]
         told = self.ranks.broadcast(told)
         if told is None:
@@ -134,24 +137,24 @@ class Feed:
         self, batch: Batch, metrics: dict[str, float]
     ) -> tuple[tuple[dict[str, float], list[int]], list[Row]]:
         """What every rank is told of the step, and its rows."""
-        recipe, step = self.algorithm, batch.step
+        algorithm, step = self.algorithm, batch.step
         metrics = metrics | {"sample/replayed": float(batch.replayed)}
         fresh, dropped = self._fresh(batch)
         fresh = credit.scored(fresh)
-        if mixing.is_mixed(recipe):
-            judged, rows = mixing.rows(fresh, recipe, step, self.longest)
+        if mixing.is_mixed(algorithm):
+            judged, rows = mixing.rows(fresh, algorithm, step, self.longest)
             return (
-                metrics | mixing.metrics(fresh, recipe, step) | judged.metrics,
+                metrics | mixing.metrics(fresh, algorithm, step) | judged.metrics,
                 judged.groups,
             ), rows
         judged = credit.judge(
             fresh,
-            recipe.advantage_fn,
-            recipe.advantage_fn_args,
+            algorithm.advantage_fn,
+            algorithm.advantage_fn_args,
             step,
-            penalised=token_credit.is_penalised(recipe),
+            penalised=token_credit.is_penalised(algorithm),
         )
-        rows = credit.rows(judged, str(recipe.loss_agg_mode), self.longest)
+        rows = credit.rows(judged, str(algorithm.loss_agg_mode), self.longest)
         return (metrics | dropped | judged.metrics, judged.groups), rows
 
     def _fresh(self, batch: Batch) -> tuple[list[Experience], dict[str, float]]:

@@ -67,7 +67,8 @@ class StepReporter:
     def step(self, version: int, metrics: dict[str, float], experiences: list[Experience]) -> None:
         tokens = sum(len(e.tokens) for e in experiences)
         trained = [len(e.tokens) for e in experiences if any(e.action_mask)] * self.epochs
-        speed = self.speed.metrics(trained, metrics["time/train_s"])
+        shared = metrics.get("packing/shared_flops_frac", 0.0)
+        speed = self.speed.metrics(trained, metrics["time/train_s"], shared)
         speed["tokens_per_s"] = tokens / metrics["time/step_s"]
         values = distributions(experiences, version - 1) if self.detailed else {}
         self.monitor.log({**metrics, **speed, **self.pool(), **quantiles(values)}, version)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jobs import TIMEOUT_S, part_of
 from resume_jobs import as_bytes, manager_at, save_and_wait
-from rows import make_rows
+from rows import make_group_rows, make_rows
 
 from rft.algorithm import recipe
 from rft.checkpoint.sharding import claim_of
@@ -23,7 +23,7 @@ from rft.config import (
     OptimizerConfig,
     TrainerConfig,
 )
-from rft.data.packing import Row
+from rft.data.packing import PackingPolicy, Row
 from rft.data.updates import RowPacking, Update, UpdateRule, planned
 from rft.ground import device as devices
 from rft.megatron.learner import Critic
@@ -97,17 +97,21 @@ def head(hidden: int) -> np.ndarray:
     return np.random.default_rng(5).normal(size=(1, hidden)).astype(np.float32) / 4
 
 
-def rewarded(count: int, seed: int = 0) -> list[Row]:
-    """Rows with a reward, and log-probabilities of an engine that is not quite the policy."""
+def rewarded(count: int | None, seed: int = 0) -> list[Row]:
+    """Rows with a reward, and log-probabilities of an engine that is not quite the policy; None:
+    those of groups.
+    """
     rng = np.random.default_rng(seed)
-    rows = make_rows(count, seed)
+    rows = make_group_rows(seed) if count is None else make_rows(count, seed)
     for row in rows:
         row.scores["reward"] = np.zeros(len(row.tokens), dtype=np.float32)
         row.scores["reward"][-1] = rng.normal()
     return rows
 
 
-def values(path: str, rows: int = 12, **layout: Any) -> dict[str, Any]:
+def values(
+    path: str, rows: int | None = 12, share: bool = False, **layout: Any
+) -> dict[str, Any]:
     """Of a new critic, and of one with a head: per row index, one
     value before each token but the first.
     """
@@ -121,7 +125,8 @@ def values(path: str, rows: int = 12, **layout: Any) -> dict[str, Any]:
             10,
         ).close()
         critic = Critic(path, TrainerConfig(megatron=sizes), CriticConfig(), mesh, 10)
-        part = part_of(critic, make_rows(rows))
+        given = make_group_rows() if rows is None else make_rows(rows)
+        part = part_of(critic, given, cut=PackingPolicy(share=share))
         new = max(
             (float(np.abs(found).max(initial=0)) for found in critic.score(part)), default=0.0
         )
@@ -175,15 +180,20 @@ def step(path: str, other: str, rows: int = 24, **layout: Any) -> dict[str, Any]
         }
 
 
-def cut(models: Models, rows: list[Row], step: int) -> tuple[list[Any], list[Update]]:
+def cut(
+    models: Models, rows: list[Row], step: int, share: bool = False
+) -> tuple[list[Any], list[Update]]:
     """Two epochs in mini-batches, dealt anew in each: this rank's part, and the updates."""
     mesh, rule = models.policy.mesh, UpdateRule(2, 9, shuffle=True)
-    packing = RowPacking(mesh.dp, 128, models.policy.multiple)
+    how = PackingPolicy(share=share)
+    packing = RowPacking(mesh.dp, 128, models.policy.multiple, cut=how)
     parts, updates = planned(rows, rule, step, packing, "seq-mean-token-mean")
     return mesh.scatter_parts(parts if mesh.rank == 0 else None), updates
 
 
-def several(path: str, other: str, rows: int = 24, **layout: Any) -> dict[str, Any]:
+def several(
+    path: str, other: str, rows: int | None = 24, share: bool = False, **layout: Any
+) -> dict[str, Any]:
     """A step of two epochs in mini-batches, dealt anew in each, without a warm-up: metrics, and
     weights of both models afterwards.
     """
@@ -191,7 +201,8 @@ def several(path: str, other: str, rows: int = 24, **layout: Any) -> dict[str, A
     with mesh_of(**layout) as (mesh, sizes):
         models = models_on(mesh, sizes, path, other, optimizer=plain)
         models.critic_warmup = 0
-        part, updates = cut(models, rewarded(rows), 0)
+        part, updates = cut(models, rewarded(rows), 0, share)
+        assert any(packed.shared.any() for packed in part) is share
         part, scored = models.score(part)
         loss, waits = recipe.policy_loss(PPO, several=True), list[int]()
         metrics = models.train_step(part, loss, lambda: waits.append(1), updates)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rows import CUTS, RATES, make_rows
+from rows import CUTS, RATES, SHARED, make_group_rows, make_rows
 
 from rft.algorithm.losses import token_loss
 from rft.checkpoint.sharding import claim_of
@@ -160,9 +160,11 @@ def matrix(
     found: dict[str, Any] = {}
     with mesh_of(sizes) as mesh:
         for name in [name for name in variants if name not in RATES]:
-            cut = (CUTS | {"few": BY_TOKENS, "few-rows": CUTS["rows-padded"]})[name]
+            cut = (CUTS | SHARED | {"few": BY_TOKENS, "few-rows": CUTS["rows-padded"]})[name]
             policy = Policy(ModelConfig(model_path=path), trainer, OptimizerConfig(), mesh, 0, 10)
-            part = part_of(policy, make_rows(2 if name.startswith("few") else 24), cut=cut)
+            few = make_rows(2 if name.startswith("few") else 24)
+            part = part_of(policy, make_group_rows() if name in SHARED else few, cut=cut)
+            assert any(packed.shared.any() for packed in part) is cut.share
             metrics = policy.train_step(part, token_loss("ppo", {}), lambda: None)
             found[name] = {"metrics": [metrics], "moments": pieces_of(policy, "exp_avg/")}
         for name in [name for name in variants if name in RATES]:

@@ -176,9 +176,36 @@ def test_several_updates_of_a_batch_are_the_same_on_every_mesh(
     """Two epochs of three mini-batches, in each of which every row is dealt anew."""
     world, sizes = LAYOUTS[layout]
     results = ranks.run("critic_jobs:several", world, **paths, **sizes)
+    assert several_alone["metrics"]["updates"] == 6
+    assert_same_updates(results, several_alone)
+
+
+def test_several_updates_over_shared_prefixes_are_those_of_whole_rows(
+    ranks: Ranks, paths: dict[str, str]
+) -> None:
+    """Values, old and reference log-probabilities and entropies of labels that one hidden state
+    serves, and microbatches that are put together anew.
+    """
+    (wanted,) = ranks.run("critic_jobs:several", 1, **paths, rows=None)
+    found = ranks.run("critic_jobs:several", 1, **paths, rows=None, share=True)
+    assert_same_updates(found, wanted)
+
+
+def test_values_over_shared_prefixes_are_those_of_whole_rows(
+    ranks: Ranks, checkpoints: dict[str, Path]
+) -> None:
+    path = str(checkpoints["qwen3"])
+    (alone,) = ranks.run("critic_jobs:values", 1, path=path, rows=None)
+    found = ranks.run("critic_jobs:values", 2, path=path, rows=None, share=True, tp=2, sp=True)
+    wanted, given = dict(alone["values"]), dict(found[-1]["values"])
+    assert given.keys() == wanted.keys()
+    assert max(np.abs(given[row] - wanted[row]).max() for row in wanted) < 1e-5
+
+
+def assert_same_updates(results: list[dict[str, Any]], several_alone: dict[str, Any]) -> None:
     metrics, wanted = results[0]["metrics"], several_alone["metrics"]
     assert all(result["metrics"] == metrics for result in results)
-    assert wanted["updates"] == 6 and wanted["kl/old_last"] != wanted["kl/old_first"]
+    assert wanted["kl/old_last"] != wanted["kl/old_first"]
     assert {k for k, v in wanted.items() if metrics[k] != pytest.approx(v, rel=1e-3, abs=1e-5)} == (
         set()
     )

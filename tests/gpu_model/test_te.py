@@ -79,6 +79,20 @@ def test_a_microbatch_of_padding_alone_is_a_sequence_over_all_context_ranks(
     assert_gradients_match(gradients(found), gradients(wanted))
 
 
+@pytest.mark.parametrize(("family", "layout"), [("moe", "tp2-ep2-etp1")])
+def test_rows_that_share_prefixes_have_the_gradient_of_whole_rows(
+    ranks: Ranks, checkpoints: dict[str, Path], family: str, layout: str
+) -> None:
+    """Queries are the last of longer keys, and positions go on behind a prefix."""
+    world, sizes = LAYOUTS[layout]
+    path = str(checkpoints[family])
+    (wanted,) = ranks.run("jobs:matrix", 1, path=path, variants=["unrolled"])
+    found = ranks.run("jobs:matrix", world, path=path, variants=["shared"], **sizes)
+    assert_gradients_match(
+        gradients([one["shared"] for one in found]), gradients([wanted["unrolled"]])
+    )
+
+
 def test_virtual_stages_do_not_mix_their_messages(
     ranks: Ranks, checkpoints: dict[str, Path]
 ) -> None:

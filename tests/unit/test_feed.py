@@ -7,7 +7,7 @@ import pytest
 
 from rft.algorithm import credit
 from rft.buffer.delivery import Delivery
-from rft.config import AlgorithmConfig, Config, TrainerConfig
+from rft.config import AlgorithmConfig, Config, MegatronConfig, TrainerConfig
 from rft.data.packing import Cost, Packed, PackingPolicy
 from rft.data.updates import ONE_UPDATE, UpdateRule
 from rft.ground.experience import Batch, Experience, encode
@@ -50,7 +50,13 @@ class Rows:
 @pytest.mark.parametrize(
     ("keys", "cut", "bounds"),
     [
-        ({}, PackingPolicy(), [[0, 9, 12, 19, 24]]),
+        ({}, PackingPolicy(share=True), [[0, 9, 12, 19, 24]]),
+        ({"share_prefixes": False}, PackingPolicy(), [[0, 9, 12, 19, 24]]),
+        (
+            {"megatron": MegatronConfig(context_parallel_size=2)},
+            PackingPolicy(),
+            [[0, 9, 12, 19, 24]],
+        ),
         (
             {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 3},
             PackingPolicy(rows=3),

@@ -117,18 +117,39 @@ class DotProductAttention(TransformerEngineBaseModule):
         thd_attention_policy_dispatch: str = "auto",
     ) -> Tensor:
         assert query_layer is not None and key_layer is not None and value_layer is not None
-        assert qkv_format == "thd" and attn_mask_type == "padding_causal" and attention_mask is None
+        assert qkv_format == "thd" and attention_mask is None
+        assert attn_mask_type in ("padding_causal", "padding_causal_bottom_right")
         assert cu_seqlens_q is not None and cu_seqlens_kv is not None
         assert cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None
-        assert torch.equal(cu_seqlens_q, cu_seqlens_kv)
+        behind = attn_mask_type == "padding_causal_bottom_right"
+        assert behind or torch.equal(cu_seqlens_q, cu_seqlens_kv)
         assert all(item.dim() == 3 for item in (query_layer, key_layer, value_layer))
         assert query_layer.shape[1] == self.heads and key_layer.shape[1] == self.groups
         cp = dist.get_world_size(self.cp_group) if self.cp_group is not None else 1
         rank = dist.get_rank(self.cp_group) if self.cp_group is not None else 0
-        lengths = _lengths(cu_seqlens_q)
-        for longest in (max_seqlen_q, max_seqlen_kv):
-            assert isinstance(longest, int) and longest >= max(lengths)
+        lengths, keys = _lengths(cu_seqlens_q), _lengths(cu_seqlens_kv)
+        for longest, given in ((max_seqlen_q, lengths), (max_seqlen_kv, keys)):
+            assert isinstance(longest, int) and longest >= max(given)
+        if behind:
+            assert cp == 1, "queries behind longer keys have no context parallelism"
+            return self._behind(query_layer, key_layer, value_layer, lengths, keys)
         return self._packed(query_layer, key_layer, value_layer, lengths, rank, cp)
+
+    def _behind(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], keys: list[int]
+    ) -> Tensor:
+        """The last query of a sequence sees all its keys, the one before all but the last."""
+        assert sum(lengths) <= q.shape[0] and sum(keys) <= k.shape[0]
+        outputs, start, first = [], 0, 0
+        for length, reach in zip(lengths, keys, strict=True):
+            assert length <= reach, "a sequence has more queries than keys"
+            last = torch.arange(reach - length, reach)
+            mask = torch.arange(reach)[None, :] <= last[:, None]
+            own = slice(first, first + reach)
+            outputs.append(self._attend(q[start : start + length], k[own], v[own], mask))
+            start, first = start + length, first + reach
+        outputs.append(q.new_full((q.shape[0] - start, self.heads, v.shape[-1]), torch.nan))
+        return torch.cat(outputs).flatten(1)
 
     def _packed(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], rank: int, cp: int

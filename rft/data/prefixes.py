@@ -1,0 +1,165 @@
+"""What rows of a group begin with alike is computed once.
+
+    rows of a group ──chains──► an order in which each shares what it can with the one before
+    rows of a microbatch ──shared_lengths──► how many first tokens are those of the one before
+    a microbatch ──computed_of──► the tokens that are computed, and what each of them may see
+
+A microbatch stays a list of whole rows: labels, weights and scores are of their tokens, one after
+another, whether those are shared or not. What is computed is a second, shorter array: of every row
+the tokens behind those that it shares, which see the tokens of its own path only. One hidden state
+may so predict a label of several rows. Pure numpy, and of lengths and tokens alone, so that every
+rank and every attempt decides the same.
+
+Invariant: a token of which the loss is trained in two rows is computed in each of them.
+Prior work: Tree Training (arXiv:2511.00413).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+WORTH = 1 / 32  # of a microbatch's tokens: who shares less is computed row by row
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Rows of one group in an order of their tokens; `shared`: how many first tokens of each are
+    those of the row before it, 0 of the first.
+    """
+
+    rows: list[int]
+    lengths: np.ndarray  # int64
+    shared: np.ndarray  # int64
+
+    def pieces(self, limit: int) -> list["Chain"]:
+        """Rows that follow each other, cut where more than `limit` tokens would be computed; a
+        single row may be longer.
+        """
+        found, first, size = [], 0, 0
+        for at, (length, shared) in enumerate(zip(self.lengths, self.shared, strict=True)):
+            size += length - shared
+            if size > limit and at > first:
+                found.append(self._piece(first, at))
+                first, size = at, length
+        return [*found, self._piece(first, len(self.rows))]
+
+    def _piece(self, first: int, last: int) -> "Chain":
+        shared = self.shared[first:last].copy()
+        shared[0] = 0
+        return Chain(self.rows[first:last], self.lengths[first:last], shared)
+
+    @property
+    def size(self) -> int:
+        """Tokens that are computed."""
+        return int((self.lengths - self.shared).sum())
+
+    def value(self, linear: float, attention: float) -> float:
+        """What it costs, by the two factors of `Cost`: queries of a row come behind what it
+        shares, and see that, too.
+        """
+        squares = (self.lengths**2 - self.shared**2).sum()
+        return float(linear * self.size + attention * squares)
+
+
+def chains(
+    tokens: Sequence[np.ndarray], trained: Sequence[np.ndarray], groups: Sequence[int]
+) -> list[Chain]:
+    """Rows of the same number >= 0 are of one chain, every other row is its own. In the order of
+    their first rows.
+    """
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group if group >= 0 else -1 - row, []).append(row)
+    found = []
+    for rows in members.values():
+        # any order of whole tokens puts those that begin alike side by side
+        rows.sort(key=lambda row: (tokens[row].tobytes(), row))
+        shared = shared_lengths(
+            [tokens[row] for row in rows], [trained[row] for row in rows], [0] * len(rows)
+        )
+        lengths = np.array([len(tokens[row]) for row in rows], dtype=np.int64)
+        found.append(Chain(rows, lengths, shared))
+    return found
+
+
+def shared_lengths(
+    tokens: Sequence[np.ndarray], trained: Sequence[np.ndarray], groups: Sequence[int]
+) -> np.ndarray:
+    """int64 [rows]: how many first tokens of each row are those of the row before it, if that is of
+    the same group, up to the first one of which the loss is trained in both.
+
+    The row before stands for its whole path: what it shares with others before it, those have
+    computed.
+    """
+    found = np.zeros(len(tokens), dtype=np.int64)
+    taken = np.zeros(0, dtype=bool)  # of the path so far: in which places some row's loss is
+    for at, (own, is_trained) in enumerate(zip(tokens, trained, strict=True)):
+        flags = is_trained != 0
+        if at and groups[at] == groups[at - 1]:
+            before = tokens[at - 1]
+            common = min(len(own), len(before))
+            differ = (own[:common] != before[:common]) | (flags[:common] & taken[:common])
+            found[at] = int(np.argmax(differ)) if differ.any() else common
+        shared = int(found[at])
+        taken = np.concatenate([taken[:shared] | flags[:shared], flags[shared:]])
+    return found
+
+
+def worth_it(shared: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """`shared`, or zeros where it is too little of all tokens to pay for."""
+    return shared if shared.sum() >= WORTH * max(sum(lengths), 1) else np.zeros_like(shared)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The tokens of a microbatch that go through the model, and padding behind them.
+
+    The queries of row r are tokens [bounds[r], bounds[r + 1]), its keys are `source` at
+    [key_bounds[r], key_bounds[r + 1]); query j from the end sees all keys but the last j. Without
+    `source` both are the same tokens.
+    """
+
+    tokens: np.ndarray  # int64 [T]
+    positions: np.ndarray  # int64 [T]: in its row
+    bounds: np.ndarray  # int32 [rows + 1]
+    key_bounds: np.ndarray  # int32 [rows + 1]
+    source: np.ndarray | None  # int64 [labels]: which token's hidden state predicts each label
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+def computed_of(
+    tokens: np.ndarray,
+    positions: np.ndarray,
+    bounds: np.ndarray,
+    shared: np.ndarray,
+    multiple: int = 1,
+    length: int = 0,
+) -> Computed:
+    """Of a microbatch (as the fields of `Packed`, `bounds` its `cu_seqlens`), padded to a multiple
+    of `multiple` and at least `length` tokens; one that shares nothing computes what it has.
+    """
+    if not shared.any():
+        return Computed(tokens, positions, bounds, bounds, None)
+    lengths = np.diff(bounds).astype(np.int64)
+    queries = np.concatenate([[0], np.cumsum(lengths - shared)]).astype(np.int32)
+    source = np.zeros(len(tokens), dtype=np.int64)
+    places = np.zeros(int(queries[-1]), dtype=np.int64)  # of each computed token among the labels
+    before = 0
+    for start, stop, common, first in zip(bounds[:-1], bounds[1:], shared, queries, strict=False):
+        own = start + common
+        source[start:own] = source[before : before + common]
+        source[own:stop] = np.arange(first, first + stop - own)
+        places[first : first + stop - own] = np.arange(own, stop)
+        before = start
+    target = max(length, -(-len(places) // multiple) * multiple)
+
+    def picked(values: np.ndarray) -> np.ndarray:
+        out = np.zeros(target, dtype=values.dtype)
+        out[: len(places)] = values[places]
+        return out
+
+    return Computed(picked(tokens), picked(positions), queries, bounds, source)
