@@ -62,7 +62,7 @@ DOING = {
 }  # for messages
 # What dies comes back, and goes on with this. Whoever had asked it is answered by the new process.
 RETURNS = {
-    "buffer": "from its journal",
+    "buffer": "with all that it has acknowledged",
     "explorer": "with the tasks under way",
     "synchronizer": "and asks the engines what they hold",
 }
@@ -271,8 +271,7 @@ class Actors:
 
     def _may_return(self, part: str) -> int:
         """How often within an hour."""
-        is_other = part not in RETURNS or (part == "buffer" and parts.is_shared(self.config))
-        return 0 if is_other else self.config.cluster.max_restarts
+        return self.config.cluster.max_restarts if part in RETURNS else 0
 
     def _create_engine(self, engine: str, name: str) -> EngineHandle:
         self.seats.take(engine, self._size, (*self.fleet.engines, *self.auxiliary))
