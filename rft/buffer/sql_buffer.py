@@ -27,8 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -39,14 +38,15 @@ from sqlalchemy import Connection, Engine
 from rft.buffer import progress as records
 from rft.buffer.calls import BatchedCalls, Waiters
 from rft.buffer.delivery import Delivery, bad_reward
-from rft.buffer.progress import Group, StepSize
+from rft.buffer.progress import StepSize
 from rft.buffer.selection import BatchSelection
 from rft.buffer.sql_events import Events
 from rft.buffer.sql_lives import TRAINER, Lives, Parties
 from rft.buffer.sql_patience import LONGEST_NAP_S, NAP_S, RETRY_S, failure, passes
 from rft.buffer.sql_schema import Tables
+from rft.buffer.sql_stands import Stands
 from rft.buffer.sql_tables import connect, create
-from rft.buffer.sql_turns import Decisions, Put, SharedTurns, counted, put_of
+from rft.buffer.sql_turns import Decisions, Put, SharedTurns, Taken, counted, put_of
 from rft.config import ExperienceBufferConfig
 from rft.ground.experience import encode
 
@@ -70,7 +70,8 @@ logger = logging.getLogger(__name__)
 class SqlBuffer(BatchedCalls):
     """One process's end of it.
 
-    `owner`: the run, whose trainer it is and whose versions its explorers serve.
+    `owner`: the run, whose trainer it is and whose versions its explorers serve. `life`: as for
+    `ExperienceBuffer`.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class SqlBuffer(BatchedCalls):
         max_staleness: int | None,
         total_steps: int | None,
         experiences_per_step: int | None = None,
+        life: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.timeout = config.max_read_timeout
@@ -110,15 +112,10 @@ class SqlBuffer(BatchedCalls):
             1 if self._engine.dialect.name == "sqlite" else 4, thread_name_prefix="buffer"
         )
         self._shared = SharedTurns(self._events, self._pool)
-        self._explorers: dict[str, int] = {}  # attached to this process, and as which incarnation
-        self._trainer: tuple[str, int] | None = None  # attached to this process, and its run epoch
-        self._attempt = 0
-        self._published: int | None = None  # what this process's engines serve
-        self._done_before = 0
-        self._let_go: set[str] = set()
-        self._stopped = ""
-        self._stop_is_failure = False
-        self._input_done = False
+        self._stands = Stands(self._tables, owner, life)
+        self._stood = self._stands.read(self._engine)
+        self._standing = asyncio.Lock()  # what is kept is kept in the order in which it was so
+        self._attempt = 0  # trainers attached to this process
         self._counts: Counter[str] = Counter()
         self._changes = 0
         self._waits = Waiters()
@@ -128,10 +125,11 @@ class SqlBuffer(BatchedCalls):
     # Explorers
 
     async def let_go(self, explorer: str) -> None:
-        self._let_go.add(explorer)
+        self._stood.exploring.add(explorer)
+        await self._stand()
 
     async def is_let_go(self, explorer: str) -> bool:
-        return explorer in self._let_go
+        return explorer in self._stood.exploring
 
     async def attach_explorer(self, name: str) -> dict[str, Any]:
         """Begin as explorer `name` of this run; whoever was it before is no longer served.
@@ -141,7 +139,7 @@ class SqlBuffer(BatchedCalls):
         me = f"{self.owner}/{name}"
 
         def attach(db: Connection) -> dict[str, Any]:
-            self._explorers[me] = self._parties.attach_explorer(db, me)
+            self._stood.explorers[me] = self._parties.attach_explorer(db, me)
             unfinished = self._progress.unfinished(me)
             return {
                 "cursor": self._progress.cursors.get(me),
@@ -152,6 +150,7 @@ class SqlBuffer(BatchedCalls):
             }
 
         found = await self._do(attach, patience=self._patience)
+        await self._stand()
         self._beat()
         return found
 
@@ -166,7 +165,7 @@ class SqlBuffer(BatchedCalls):
         me, tried = f"{self.owner}/{explorer}", list[int]()
 
         def admit(db: Connection) -> list[int] | object:
-            self._parties.check_explorer(db, me, self._explorers.get(me))
+            self._parties.check_explorer(db, me, self._stood.explorers.get(me))
             # an earlier try may have been committed, though its answer was lost
             mine = (self._progress.waiting.get(group) for group in tried)
             if tried and all(group is not None and group.explorer == me for group in mine):
@@ -187,7 +186,8 @@ class SqlBuffer(BatchedCalls):
         if numbers is WAIT:
             raise TimeoutError(
                 f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: it serves "
-                f"version {self._published}, and too many groups are ahead ({await self._where()})"
+                f"version {self._stood.published}, and too many groups are ahead "
+                f"({await self._where()})"
             )
         return numbers
 
@@ -196,9 +196,9 @@ class SqlBuffer(BatchedCalls):
         me = f"{self.owner}/{explorer}"
 
         def readmit(db: Connection) -> bool | object:
-            self._parties.check_explorer(db, me, self._explorers.get(me))
+            self._parties.check_explorer(db, me, self._stood.explorers.get(me))
             self._parties.look(db)
-            if not self._selection.may_restart(group, self._published):
+            if not self._selection.may_restart(group, self._stood.published):
                 return WAIT
             if group not in {unfinished.number for unfinished in self._progress.unfinished(me)}:
                 raise ValueError(
@@ -283,7 +283,8 @@ class SqlBuffer(BatchedCalls):
         None: this process knows that nobody will add anything.
         """
         if explorer is None:
-            self._input_done = True
+            self._stood.all_done = True
+            await self._stand()
             await self._notify()
         else:
             me = f"{self.owner}/{explorer}"
@@ -304,7 +305,7 @@ class SqlBuffer(BatchedCalls):
             self._turns.check_resume(me, step, run_epoch)
             self._events.add(records.Resumed(step=step, run_epoch=run_epoch, trainer=me))
             self._lives.enter(db, TRAINER, [me])
-            self._done_before = self._progress.done(self.size)
+            self._stood.done_before = self._progress.done(self.size)
             return {
                 "replay": self._progress.course(me).replays(step),
                 "next_step": self._progress.course(me).next_step,
@@ -313,19 +314,12 @@ class SqlBuffer(BatchedCalls):
             }
 
         found = await self._do(attach)
-        self._trainer, self._attempt = (me, run_epoch), self._attempt + 1
-        # engines that outlived the trainer before this one may serve an older version
-        self._let_go.clear()
-        self._published = step if self._published is None else min(step, self._published)
-        self._stopped = self._stopped if self._stop_is_failure else ""
+        self._attempt += 1
+        self._stood.begin(me, run_epoch, step)
+        await self._stand()
         self._beat()
-        logger.info(
-            "%s begins at step %d in run epoch %d: %d batches are replayed",
-            me,
-            step,
-            run_epoch,
-            len(found["replay"]),
-        )
+        told = "%s begins at step %d in run epoch %d: %d batches are replayed"
+        logger.info(told, me, step, run_epoch, len(found["replay"]))
         await self._notify()
         return found
 
@@ -339,9 +333,9 @@ class SqlBuffer(BatchedCalls):
         begin, attempt = loop.time(), self._attempt
         if self.total_steps is not None and step >= self.total_steps:
             return encode(Delivery(step=step))
-        me, epoch = f"{self.owner}/{trainer}", self._trainer[1] if self._trainer else 0
+        me, epoch = f"{self.owner}/{trainer}", self._stood.me[1]
 
-        def take(db: Connection, incomplete: bool = False) -> _Taken | object:
+        def take(db: Connection, incomplete: bool = False) -> Taken | object:
             if attempt != self._attempt:
                 raise RuntimeError(f"take({step}): another trainer has attached since")
             course, late = self._parties.trainer(me, epoch), list[int]()
@@ -349,29 +343,29 @@ class SqlBuffer(BatchedCalls):
                 if step != course.next_step:
                     raise ValueError(f"cannot take step {step}: the next one is {course.next_step}")
                 groups = self._turns.choose(
-                    db, me, step, min_model_version, self._input_done, incomplete
+                    db, me, step, min_model_version, self._stood.all_done, incomplete
                 )
                 if not groups:
-                    return WAIT if groups is None else _Taken([])
+                    return WAIT if groups is None else Taken([])
                 late = self._selection.late(step, groups)
                 self._events.add(self._selection.lease(step, me, groups))
             lease = course.leases[step]
-            return _Taken(list(lease.groups), lease.run_epoch != epoch, len(late))
+            return Taken(list(lease.groups), lease.run_epoch != epoch, len(late))
 
         found = await self._until(take, or_stopped=True)
-        if found is WAIT and not self._stopped:
+        if found is WAIT and not self._stood.stopped:
             found = await self._do(lambda db: take(db, incomplete=True))
             self._counts["incomplete_batches"] += found is not WAIT
-        if self._stop_is_failure:
-            raise RuntimeError(self._stopped)
+        if self._stood.stop_is_failure:
+            raise RuntimeError(self._stood.stopped)
         if found is WAIT:
-            if self._stopped:
+            if self._stood.stopped:
                 return encode(Delivery(step=step))
             raise TimeoutError(
                 f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): "
                 f"is an explorer alive? ({await self._where()})"
             )
-        assert isinstance(found, _Taken)
+        assert isinstance(found, Taken)
         self._counts["over_stale_groups"] += found.late
         # a transaction of its own: nobody waits for as long as they are read
         read = partial(self._turns.parts, trainer=me, step=step, groups=found.groups)
@@ -384,7 +378,7 @@ class SqlBuffer(BatchedCalls):
 
         Raises if the batch was given to another trainer meanwhile.
         """
-        me, epoch = self._trainer or ("", 0)
+        me, epoch = self._stood.me
 
         def consume(_: Connection) -> None:
             course = self._parties.trainer(me, epoch)
@@ -397,21 +391,23 @@ class SqlBuffer(BatchedCalls):
 
     async def published(self, version: int, run_epoch: int | None = None) -> None:
         """This process's engines serve `version`."""
-        if self._trainer is not None and run_epoch is not None and run_epoch != self._trainer[1]:
+        trainer = self._stood.trainer
+        if trainer is not None and run_epoch is not None and run_epoch != trainer[1]:
             logger.warning("version %d of run epoch %d came late", version, run_epoch)
             return
-        if self._published is None or version > self._published:
-            self._published = version
-            self._done_before = await self._do(
+        if self._stood.published is None or version > self._stood.published:
+            self._stood.published = version
+            self._stood.done_before = await self._do(
                 lambda _: self._progress.done(self.size), tells=False, how=self._events.looking
             )
+            await self._stand()
         await self._notify()
 
     async def wants_weights(self, interval: int) -> bool:
         """Whether the explorers of this process ask for a newer
         version; asked by the trainer after a step.
         """
-        published, before = self._published, self._done_before
+        published, before = self._stood.published, self._stood.done_before
         if published is None:
             return False
 
@@ -430,7 +426,7 @@ class SqlBuffer(BatchedCalls):
 
     async def saved(self, step: int) -> None:
         """A checkpoint of `step` is complete: the batches before it are the trainer's for good."""
-        me, epoch = self._trainer or ("", 0)
+        me, epoch = self._stood.me
 
         def save(_: Connection) -> None:
             if step > self._parties.trainer(me, epoch).saved:
@@ -442,7 +438,7 @@ class SqlBuffer(BatchedCalls):
         """Experiences of steps before `step` may go: no retained
         checkpoint of this trainer is older.
         """
-        me = self._trainer[0] if self._trainer else ""
+        me, _ = self._stood.me
 
         def forget(db: Connection) -> None:
             if step is not None:
@@ -455,20 +451,23 @@ class SqlBuffer(BatchedCalls):
     async def stats(self) -> dict[str, Any]:
         return {
             **(await self._count()),
-            "published": self._published,
+            "published": self._stood.published,
             **{name: self._counts[name] for name in COUNTERS},
         }
 
     async def watch(self) -> None:
         """Return when the buffer is closed, raise when its database fails; until then, wait."""
+        if self._stood.explorers or self._stood.trainer:  # of the process before
+            self._beat()
         await self._waits.watch()
 
     async def stop(self, reason: str = "") -> None:
         """A `take` that waits, and every later one, is answered as at the end of the run; with a
         `reason` it raises that.
         """
-        self._stopped = reason or "stopped"
-        self._stop_is_failure = bool(reason)
+        self._stood.stopped = reason or "stopped"
+        self._stood.stop_is_failure = bool(reason)
+        await self._stand()
         await self._notify()
 
     async def shutdown(self) -> None:
@@ -477,6 +476,8 @@ class SqlBuffer(BatchedCalls):
             self._beating.cancel()
         await self._waits.close()
         await asyncio.to_thread(self._pool.shutdown)
+        with suppress(sql.exc.SQLAlchemyError):  # a row that stays is nobody's
+            await asyncio.to_thread(self._stands.drop, self._engine)
         self._engine.dispose()
 
     # Inside
@@ -529,7 +530,7 @@ class SqlBuffer(BatchedCalls):
         deadline = loop.time() + self.timeout
         while True:
             seen = self._changes
-            if or_stopped and self._stopped:
+            if or_stopped and self._stood.stopped:
                 return WAIT
             # an attempt that has to wait wakes nobody
             patience = max(deadline - loop.time(), RETRY_S)
@@ -541,6 +542,13 @@ class SqlBuffer(BatchedCalls):
                 return found
             async with self._waits.changed:
                 await self._waits.wait(lambda seen=seen: self._changes > seen, min(left, WATCH_S))  # type: ignore[misc]
+
+    async def _stand(self) -> None:
+        """Keep how the parts stand with this process."""
+        async with self._standing:
+            if self._stands.life:
+                keep = partial(self._stands.keep, encode(self._stood))
+                await self._do(keep, tells=False, how=self._events.looking)
 
     async def _notify(self) -> None:
         self._changes += 1
@@ -561,10 +569,10 @@ class SqlBuffer(BatchedCalls):
                 return
 
     async def _beat_once(self) -> None:
-        trainer, explorers = self._trainer[0] if self._trainer else None, sorted(self._explorers)
+        explorers = sorted(self._stood.explorers)
 
         def beat(db: Connection) -> bool:
-            self._lives.beat(db, explorers, trainer)
+            self._lives.beat(db, explorers, self._stood.me[0] or None)
             return any(self._progress.explorers[name].silent for name in explorers)
 
         # whether the database is away for too long is said by the calls that need it
@@ -573,27 +581,17 @@ class SqlBuffer(BatchedCalls):
             await self._do(partial(self._parties.back, explorers=explorers), patience=patience)
 
     def _may_admit(self) -> bool:
-        return self._selection.may_admit(self._published, self.total_steps)
+        return self._selection.may_admit(self._stood.published, self.total_steps)
 
     def _now(self) -> dict[str, Any]:
-        version = None if self.max_staleness is None else self._published
+        version = None if self.max_staleness is None else self._stood.published
         epoch = self._progress.course(f"{self.owner}/trainer").run_epoch
         return {"version": version, "run_epoch": epoch}
 
     async def _count(self) -> dict[str, int]:
-        return await self._do(
-            lambda _: counted(self._progress), tells=False, how=self._events.looking
-        )
+        count = partial(counted, self._progress)
+        return await self._do(lambda _: count(), tells=False, how=self._events.looking)
 
     async def _where(self) -> str:
         found = await self._count()
         return f"{found['ready_groups']} groups ready, {found['running_groups']} running"
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """Without groups: nothing will ever come."""
-
-    groups: list[Group]
-    replayed: bool = False
-    late: int = 0

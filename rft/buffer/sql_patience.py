@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import sqlalchemy as sql
 
-from rft.buffer.journal import JournalError
+from rft.buffer.calls import BufferBroken
 from rft.ground import redact
 
 CONNECT_S = 10
@@ -68,10 +68,10 @@ def passes(error: sql.exc.SQLAlchemyError) -> bool:
     return error.connection_invalidated or code[:2] in PASSES or code in PASSES_TOO
 
 
-def failure(error: sql.exc.SQLAlchemyError) -> JournalError:
+def failure(error: sql.exc.SQLAlchemyError) -> BufferBroken:
     """In one line, without the statement's values."""
     cause = str(getattr(error, "orig", None) or error).strip().splitlines()
-    return JournalError(
+    return BufferBroken(
         "the experience buffer's database failed: "
         f"{redact.text(cause[0] if cause else type(error).__name__)}"
     )

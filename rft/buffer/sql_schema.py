@@ -8,6 +8,7 @@ to look at. Invariant: an experience is msgpack, and no column holds anything ex
     experiences  one row per experience, until no retained checkpoint of the trainer that holds it
                  is older
     lives        when explorers and trainers were last heard of
+    stands       what one process of a run must know that takes the place of another: sql_stands
 
 What follows from the events, for readers; no process of a run asks these:
 
@@ -79,6 +80,11 @@ class Tables:
             Column("role", text, primary_key=True),
             Column("name", text, primary_key=True),
             Column("heard", Float, nullable=False),
+        )
+        self.stands = self._table(
+            "stands",
+            Column("life", text, primary_key=True),
+            Column("record", LargeBinary, nullable=False),
         )
 
     def _table(self, kind: str, *columns: Column) -> Table:

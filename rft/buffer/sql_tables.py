@@ -145,7 +145,7 @@ def _check_columns(db: Connection, tables: Tables) -> None:
     """Somebody else's tables may have the names of these."""
     inspector = sql.inspect(db)
     expected = {f"{tables.name}_{kind}": set(COLUMNS[kind].split()) for kind in VIEWS}
-    of_us = (tables.events, tables.experiences, tables.lives)
+    of_us = (tables.events, tables.experiences, tables.lives, tables.stands)
     expected |= {table.name: {column.name for column in table.columns} for table in of_us}
     for name in sorted(expected.keys() & set(inspector.get_table_names())):
         missing = sorted(

@@ -139,6 +139,15 @@ def put_of(group: int, experiences: bytes, told: list[Any] | None) -> Put:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """By a step. Without groups: nothing will ever come."""
+
+    groups: list[Group]
+    replayed: bool = False
+    late: int = 0
+
+
+@dataclass(frozen=True)
 class Decisions:
     """Of one process."""
 

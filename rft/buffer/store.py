@@ -58,7 +58,7 @@ def buffer_of(
     if config.storage_type == "sql":
         from rft.buffer.sql_buffer import SqlBuffer
 
-        return SqlBuffer, (config, owner, *sizes, experiences_per_step)
+        return SqlBuffer, (config, owner, *sizes, experiences_per_step, life)
     return ExperienceBuffer, (
         *(config, journal_of(config, job), *sizes, seed, over_rollout),
         experiences_per_step,

@@ -2,7 +2,8 @@
 heavy import, not even Ray's.
 
 The Megatron policy is `Snapshotable` and a `WeightSource`; `checkpoint` saves the one and `sync`
-streams the other without knowing Megatron. `monitor` offers every sink as a `MetricSink`.
+streams the other without knowing Megatron. `monitor` offers every sink as a `MetricSink`. Of parts
+that may die and come back, `RETURN_S` is how long all others wait.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+BACK_S = 300.0  # for a part that died to be back, before its supervisor ends the run
+# for an answer of one that may die and come back meanwhile, which Ray then asks: its supervisor is
+# the first to say that it does not
+RETURN_S = BACK_S + 60.0
 P = ParamSpec("P")
 
 

@@ -33,7 +33,7 @@ from rft.config import ExplorerConfig, ModelConfig
 from rft.data.taskset import Taskset, for_journal, from_journal
 from rft.ground.device import freeze_loaded
 from rft.ground.experience import Experience, Sampling, Task, decode, encode
-from rft.ground.protocols import ActorHandle
+from rft.ground.protocols import RETURN_S, ActorHandle
 from rft.monitor import trace
 from rft.rollout import workflows
 from rft.rollout.context import Endpoint, Shared
@@ -44,9 +44,9 @@ from rft.rollout.runner import AllTasksFail, GroupCancelled, Runner, one_line
 
 log = logging.getLogger(__name__)
 # until a group is durable, or given up: beyond that the buffer's disk or database hangs
-STORE_S = 300.0
+STORE_S = RETURN_S
 # the buffer's own max_read_timeout ends its long waits; this is only in case it cannot
-READ_MARGIN_S = 60.0
+READ_MARGIN_S = RETURN_S
 
 
 class BufferSilent(RuntimeError):

@@ -35,7 +35,7 @@ from rft.ground.device import (
     wait_for_turn,
 )
 from rft.ground.process import die_with_parent
-from rft.ground.protocols import ActorHandle
+from rft.ground.protocols import BACK_S, ActorHandle
 from rft.monitor import logs, trace
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import EndpointFactory, Explorer, ExplorerHandle
@@ -62,7 +62,7 @@ DOING = {
 }  # for messages
 # What dies comes back, and goes on with this. Whoever had asked it is answered by the new process.
 RETURNS = {
-    "buffer": "from its journal",
+    "buffer": "with all that it has acknowledged",
     "explorer": "with the tasks under way",
     "synchronizer": "and asks the engines what they hold",
 }
@@ -271,8 +271,7 @@ class Actors:
 
     def _may_return(self, part: str) -> int:
         """How often within an hour."""
-        is_other = part not in RETURNS or (part == "buffer" and parts.is_shared(self.config))
-        return 0 if is_other else self.config.cluster.max_restarts
+        return self.config.cluster.max_restarts if part in RETURNS else 0
 
     def _create_engine(self, engine: str, name: str) -> EngineHandle:
         self.seats.take(engine, self._size, (*self.fleet.engines, *self.auxiliary))
@@ -398,23 +397,26 @@ class Actors:
             if self.ending.wait(pause_s(restarts.used)):
                 return False
             ray.kill(handle.actor, no_restart=False)
+        deadline = time.monotonic() + BACK_S
         try:
-            self._await_return(part, handle, restarts)
-            self._tell(part)
+            self._await_return(part, handle, restarts, deadline)
+            self._tell(part, deadline)
         except Exception as told:  # it died again, and says so to its watch, or does not come back
             if not self._is_death(told):
                 self._fail(part, phase, told)
                 return False
         return True
 
-    def _await_return(self, part: str, handle: ActorHandle[Any], restarts: Restarts) -> None:
+    def _await_return(
+        self, part: str, handle: ActorHandle[Any], restarts: Restarts, deadline: float
+    ) -> None:
         """Until the new process answers: Ray asks it as soon as it is there. One that could not be
         made is followed by another one, as long as there may be.
         """
         import ray
 
         asked, why = handle.ask(Watched.process), unmade(self.log_dir / f"{part}.log")
-        deadline, heard = time.monotonic() + control.START_S, 0
+        heard = 0
         while not ray.wait([asked], timeout=LOOK_S)[0]:
             for cause in causes(why)[heard:]:
                 heard += 1
@@ -422,17 +424,18 @@ class Actors:
                     raise PartFailed(part, restarts.cause())
                 self.say(f"{part}: {cause}; it is tried again ({restarts.told()})")
             if self.closing or time.monotonic() > deadline:
-                raise PartFailed(part, f"it was not back in {control.START_S:g} s")
+                raise PartFailed(part, f"it was not back in {BACK_S:g} s")
         why.unlink(missing_ok=True)
         log.info("%s: process %d", part, ray.get(asked, timeout=control.REPLY_S))
 
-    def _tell(self, part: str) -> None:
+    def _tell(self, part: str, deadline: float) -> None:
         """A new process what the last one knew of the supervisor."""
         import ray
 
         if part == "explorer" and self.explorer is not None:
-            ray.get(self.explorer.ask_once(Explorer.prepare), timeout=control.START_S)
-            ray.get(self.explorer.ask_once(Explorer.open), timeout=control.REPLY_S)
+            for method in (Explorer.prepare, Explorer.open):
+                left_s = max(0.0, deadline - time.monotonic())
+                ray.get(self.explorer.ask_once(method), timeout=left_s)
         elif part == "synchronizer":
             self.fleet.reintroduce()
 

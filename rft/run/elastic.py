@@ -34,6 +34,7 @@ CONSEQUENCES = (
 )  # torch's launcher ends the peers of a failed rank; libraries abort at lost ones
 # ranks may only have met the end of another part: if that ends the run, it ends them by then
 PAUSE_S = 1.0
+DEATHS = "trainer_deaths.json"  # of ranks and launchers of this attempt: one budget for both
 
 
 def main(path: str) -> int:
@@ -47,7 +48,7 @@ def main(path: str) -> int:
     try:
         failed = until_ended(
             lambda: run(config, "-m", "rft.run.rank", path),
-            Restarts(config.trainer.max_restarts),
+            Restarts(config.trainer.max_restarts, kept=log_dir / DEATHS),
             log_dir,
             lambda line: print(redact.text(line), flush=True),
         )
@@ -67,7 +68,6 @@ def until_ended(
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    told: dict[str, dict[str, str]] = {}
     while True:
         for left in (*log_dir.glob("failure_rank_*.json"), *log_dir.glob("phase_rank_*")):
             left.unlink()  # of the start before
@@ -77,16 +77,26 @@ def until_ended(
         except ChildFailedError as error:
             ended = {number: failure.exitcode for number, failure in error.failures.items()}
         failed = root_cause(log_dir, ended)
-        line = f"{failed['part']} failed while {failed['phase']}: {failed['cause']}"
-        told[line] = failed
+        line = as_line(**failed)
         # what is refused once is refused again: a key, a row, a service's model
         if REFUSED in ended.values():
             return failed
         if not restarts.allow(line):
-            first = told[restarts.first]
+            first = of_line(restarts.first)
             return first | {"cause": restarts.cause() if restarts.limit else first["cause"]}
         time.sleep(PAUSE_S)
         say(f"{line}; the ranks are started again ({restarts.told()})")
+
+
+def as_line(part: str, phase: str, cause: str) -> str:
+    return f"{part} failed while {phase}: {cause}"
+
+
+def of_line(line: str) -> dict[str, str]:
+    """What `as_line` was given; of an earlier launcher, maybe."""
+    part, _, rest = line.partition(" failed while ")
+    phase, _, cause = rest.partition(": ")
+    return {"part": part, "phase": phase, "cause": cause}
 
 
 def run(config: Config, *words: str) -> None:

@@ -35,6 +35,7 @@ from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
 from rft.run import owners
 from rft.run.cards import VISIBLE
+from rft.run.elastic import DEATHS, as_line
 from rft.run.restarts import Restarts
 from rft.run.stages import StageFailed, check_exports, finished, ready, say
 from rft.run.supervisor import (
@@ -155,17 +156,20 @@ class StageRun:
         """Tell how the launcher ended; one that was killed, which ends its ranks, is started again
         as often as failed ranks are. Its ranks go on from the newest checkpoint.
         """
-        restarts = Restarts(self.config.trainer.max_restarts)
         while True:
             event = self._ended(self.ranks)
+            # with the deaths that this launcher has counted
+            restarts = Restarts(self.config.trainer.max_restarts, kept=self.log_dir / DEATHS)
             with self._stopping:
                 killed = event.part == LAUNCHER and self.ranks.returncode < 0
-                if self._stopped or not killed or not restarts.allow(event.cause):
+                if self._stopped or not killed:
+                    break
+                if not restarts.allow(as_line(event.part, event.phase, event.cause)):
+                    why = restarts.cause() if restarts.limit else event.cause
+                    event = dataclasses.replace(event, cause=why)
                     break
                 say(f"{LAUNCHER}: {event.cause}; it is started again ({restarts.told()})")
                 self.ranks = start()
-        if killed and restarts.used:
-            event = dataclasses.replace(event, cause=restarts.cause())
         self.events.put(event)
 
     def _ended(self, ranks: "subprocess.Popen[bytes]") -> Event:

@@ -2,24 +2,42 @@
 
 In: a death, with its cause. Out: whether it may be started again; where not, why, with the cause of
 the first death of that hour, which the later ones only follow, and how long to wait before one
-that is broken begins anew. Pure, but for the clock.
+that is broken begins anew. Pure, but for the clock, and for a file in which processes that follow
+each other count on.
 """
 
+import contextlib
+import json
+import os
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+
+from rft.ground import redact
 
 HOUR_S = 3600.0
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
 class Restarts:
-    """The budget of one part. `limit`: 0 means that its first death is final."""
+    """The budget of one part. `limit`: 0 means that its first death is final. `kept`: a file with
+    the deaths that others have counted, of this boot of the machine, and for these.
+    """
 
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        limit: int,
+        clock: Callable[[], float] = time.monotonic,
+        kept: Path | None = None,
+    ):
         self.limit = limit
         self.clock = clock
+        self.kept = kept
         self._deaths: deque[tuple[float, str]] = deque()
+        if kept is not None and kept.exists():
+            told = json.loads(kept.read_text(encoding="utf-8"))
+            self._deaths.extend((at, cause) for at, cause in told)
 
     def allow(self, cause: str) -> bool:
         """Count a death. False: it was one too many."""
@@ -27,7 +45,16 @@ class Restarts:
         while self._deaths and now - self._deaths[0][0] >= HOUR_S:
             self._deaths.popleft()
         self._deaths.append((now, cause))
+        self._keep()
         return len(self._deaths) <= self.limit
+
+    def _keep(self) -> None:
+        if self.kept is None:
+            return
+        new = self.kept.with_suffix(".new")
+        with contextlib.suppress(OSError):  # a full disk costs the count, and no run
+            new.write_text(redact.text(json.dumps(list(self._deaths))), encoding="utf-8")
+            os.replace(new, self.kept)
 
     @property
     def first(self) -> str:

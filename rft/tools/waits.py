@@ -28,8 +28,8 @@ run/actors.py
 Actors._begin | explorer opens | `REPLY_S` | the explorer failed
 Actors._get | a part starts | `START_S` | that part failed
 Actors._again | what says that it is broken begins anew | up to `LONGEST_PAUSE_S` | killed
-Actors._await_return | what died is back | `START_S` | that part failed
-Actors._tell | the explorer loads and opens | `START_S`, `REPLY_S` | the explorer failed
+Actors._await_return | what died is back | `BACK_S`, with the next row | that part failed
+Actors._tell | the explorer loads and opens | what is left of `BACK_S` | the explorer failed
 Actors._watch | an actor's end | none: it is the wait for its death | it comes back, or the run \
 ends; stopped: `STOPPED_S`
 Actors.close | actors and threads end | a third of `shutdown_grace_s` each | killed

@@ -19,7 +19,7 @@ from rft.buffer.calls import AGAIN_S, BufferBroken
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExplorerConfig
 from rft.ground.experience import Batch, EvalResult, decode
-from rft.ground.protocols import ActorHandle
+from rft.ground.protocols import RETURN_S, ActorHandle
 
 if TYPE_CHECKING:
     # loaded where there is one: it takes a third of a second
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 START_S = 900.0  # an engine may have to read a large model from a slow disk
 REPLY_S = 60.0  # an actor that is alive answers bookkeeping calls within milliseconds
-# the same of one that may die and come back meanwhile: Ray asks the new process
-RETURN_S = 300.0
 # the buffer's own max_read_timeout ends a take; this is only in case it cannot
 READ_MARGIN_S = RETURN_S
 ONCE = "experience_pipeline/"  # numbers that only one step tells

@@ -20,9 +20,13 @@ def asked(database: Path, query: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.verify
-def test_explorer_and_trainer_share_a_database_and_the_trainers_weights(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dies", [False, True], ids=["lives", "dies"])
+def test_explorer_and_trainer_share_a_database_and_the_trainers_weights(
+    tmp_path: Path, dies: bool
+) -> None:
     """The explorer serves what the trainer saves, so the age of every group that is trained is
-    bounded across the two.
+    bounded across the two. `dies`: each one's process of the buffer, in the middle of the run.
     """
     assets, database = write_assets(tmp_path / "assets"), tmp_path / "buffer.db"
     shared = [
@@ -41,6 +45,14 @@ def test_explorer_and_trainer_share_a_database_and_the_trainers_weights(tmp_path
     with train(*both[0]) as trainer:
         trainer.wait_for("^trainer: ")
         with train(*both[1]) as explorer:
+            if dies:
+                trainer.wait_step(1)
+                buffers = trainer.find_all("ray::SqlBuffer")
+                assert len(buffers) == 2 and explorer.find("ray::SqlBuffer") in buffers
+                for buffer in buffers:
+                    buffer.kill()
+                for run in (trainer, explorer):
+                    run.wait_for(r"buffer: .* comes back .*1 of 3 within an hour")
             trainer.wait_step(STEPS)
             assert (explorer.process.wait(180), explorer.errors()) == (0, "")
             assert (trainer.process.wait(120), trainer.errors()) == (0, "")

@@ -58,10 +58,11 @@ def buffer(
     max_staleness: int | None = None,
     experiences: int | None = None,
     clock: Callable[[], float] = time.monotonic,
+    life: str = "",
     **settings: Any,
 ) -> SqlBuffer:
     config = ExperienceBufferConfig(storage_type="sql", path=url, **settings)
-    return SqlBuffer(config, run, TASKS, 2, max_staleness, None, experiences, clock)
+    return SqlBuffer(config, run, TASKS, 2, max_staleness, None, experiences, life, clock)
 
 
 class Clock:

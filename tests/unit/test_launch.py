@@ -23,6 +23,7 @@ from rft.run.parts import ActorSpec, engine_spec
 from rft.run.restarts import Restarts
 from rft.run.supervisor import EXIT_CODES, Event, kind, root_cause
 from rft.sync import transfer
+from rft.trainer import control
 
 
 def failed(part: str) -> Event:
@@ -142,6 +143,75 @@ def test_a_killed_launcher_is_started_again_within_the_budget_of_its_ranks(
     stage.ranks = start()
     stage._watch_ranks(start)
     assert stage.events.get_nowait().part == "trainer launcher" and len(lines) == 1
+
+
+def test_a_launcher_that_returns_goes_on_with_the_budget_of_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either way: its deaths are among theirs."""
+    monkeypatch.setattr(elastic, "PAUSE_S", 0.0)
+    lines = list[str]()
+    monkeypatch.setattr(launch, "say", lines.append)
+
+    def dies() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(["sh", "-c", "kill -9 $$"])
+
+    def ranks_die() -> None:
+        record(tmp_path, 0, "ValueError: row 3 is bad", time=1)
+        failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="N/A")
+        raise ChildFailedError("ranks", {0: failure})
+
+    kept = tmp_path / elastic.DEATHS
+    rank_died = "trainer rank 0 failed while train: ValueError: row 3 is bad"
+    assert Restarts(2, kept=kept).allow(rank_died)
+    config = Config(checkpoint_root_dir=str(tmp_path))
+    config.trainer.max_restarts = 2
+    stage = launch.StageRun(config, queue.SimpleQueue())
+    stage.log_dir, stage.ranks = tmp_path, dies()
+    stage._watch_ranks(dies)
+    event = stage.events.get_nowait()
+    assert len(lines) == 1 and lines[0].endswith("(2 of 2 within an hour)")
+    assert f"3 times within an hour; the first cause: {rank_died}; the last: " in event.cause
+
+    kept.unlink()
+    launcher_died = "trainer launcher failed while running the ranks: killed by SIGKILL"
+    assert Restarts(1, kept=kept).allow(launcher_died)
+    found = elastic.until_ended(ranks_die, Restarts(1, kept=kept), tmp_path, lines.append)
+    assert found is not None and found["part"] == "trainer launcher" and len(lines) == 1
+    assert f"2 times within an hour; the first cause: {launcher_died}" in found["cause"]
+
+
+@pytest.mark.parametrize(("back_s", "left_s"), [(0.0, 300.0), (200.0, 100.0), (400.0, 0.0)])
+def test_a_part_that_died_is_back_and_told_before_whoever_asks_it_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back_s: float, left_s: float
+) -> None:
+    """`back_s`: until the new process answers, of which the rest has `left_s`."""
+    now, waited = [0.0], list[float]()
+
+    class Handle:
+        def ask(self, method: Any) -> str:
+            return method.__name__
+
+        ask_once = ask
+
+    def wait(references: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        now[0] += timeout
+        return (references, []) if now[0] > back_s else ([], references)
+
+    monkeypatch.setattr(actors.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(actors, "LOOK_S", 0.001 if back_s == 0.0 else 1.0)
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: waited.append(timeout) or 1)
+    config, told = Config(checkpoint_root_dir=str(tmp_path)), list[str]()
+    made = actors.Actors(config, tmp_path, lambda *event: told.append(event[2]), print)
+    made.ready, made.explorer = True, Handle()  # type: ignore[assignment]
+    died = ray.exceptions.ActorUnavailableError("it died", None)
+    lives = made._again("explorer", made.explorer, Restarts(1), died)
+    if left_s:
+        assert lives and waited[1:] == pytest.approx([left_s, left_s], abs=1.1)
+    else:
+        assert not lives and told == ["it was not back in 300 s"]
+    assert actors.BACK_S + control.REPLY_S <= control.RETURN_S
 
 
 def test_what_is_refused_is_not_tried_again(tmp_path: Path) -> None:

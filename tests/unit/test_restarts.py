@@ -1,5 +1,7 @@
 """The budget of restarts."""
 
+from pathlib import Path
+
 from rft.run.restarts import HOUR_S, Restarts
 
 
@@ -21,3 +23,20 @@ def test_a_budget_of_none_tells_the_cause_alone() -> None:
     restarts = Restarts(0)
     assert not restarts.allow("killed by SIGKILL")
     assert restarts.cause() == "killed by SIGKILL"
+
+
+def test_processes_that_follow_each_other_count_on(tmp_path: Path) -> None:
+    now = [0.0]
+
+    def next_one() -> Restarts:
+        return Restarts(2, lambda: now[0], tmp_path / "deaths.json")
+
+    assert next_one().allow("a full disk")
+    now[0] = HOUR_S / 2
+    assert next_one().allow("no engine")
+    assert not (last := next_one()).allow("no buffer")
+    assert last.first == "a full disk"
+    now[0] = HOUR_S
+    assert not next_one().allow("no buffer")
+    now[0] = 2 * HOUR_S
+    assert next_one().allow("no buffer")

@@ -531,6 +531,103 @@ def test_a_timed_out_step_takes_what_is_there_and_then_raises(url: str) -> None:
     run(test)
 
 
+async def killed(mine: SqlBuffer) -> None:
+    """As far as others see it."""
+    if mine._beating is not None:
+        mine._beating.cancel()
+    mine._pool.shutdown()
+    mine._engine.dispose()
+
+
+Calls = list[tuple[str, tuple[Any, ...]]]
+
+
+async def answers(url: str, calls: Calls, dies: bool) -> list[Any]:
+    """Of calls, one after the other. `dies`: the process of the buffer, behind each; the next one
+    is asked the same again, as nobody has heard the answer, and dies too.
+    """
+    mine, found = buffer(url, max_staleness=1, life="a"), list[Any]()
+    for method, arguments in calls:
+        found.append(await getattr(mine, method)(*arguments))
+        if dies and method not in ("attach_explorer", "attach_trainer"):
+            await killed(mine)
+            mine = buffer(url, max_staleness=1, life="a")
+            again = await getattr(mine, method)(*arguments)
+            assert again == found[-1] or method == "take", (method, arguments)
+            found[-1] = again
+        if dies:
+            await killed(mine)
+            mine = buffer(url, max_staleness=1, life="a")
+    steps = [opened(one).experiences for one in found if isinstance(one, bytes)]
+    found = [one for one in found if not isinstance(one, bytes)] + steps
+    found.append({k: v for k, v in (await mine.stats()).items() if k not in sql_buffer.COUNTERS})
+    found.append(await mine.wants_weights(1))
+    await mine.shutdown()
+    return found
+
+
+def test_a_buffer_that_dies_behind_every_call_answers_as_one_that_does_not(tmp_path: Path) -> None:
+    """Calls that nobody has heard the answer of come again; explorer and trainer live on."""
+    calls: Calls = [
+        ("attach_explorer", ("e",)),
+        ("is_let_go", ("e",)),
+        ("attach_trainer", (0, 1)),
+        ("let_go", ("e",)),
+        ("is_let_go", ("e",)),
+    ]
+    for step in range(3):
+        groups = range(2 * step, 2 * step + 2)
+        tasks = [(f"task {group}".encode(), {"next": group}) for group in groups]
+        calls += [
+            ("admit_some", ("e", tasks, None, groups[0] - 1)),
+            ("put_some", ([(group, rows(float(group)), None) for group in groups],)),
+            ("take", (step,)),
+            ("consumed", (step,)),
+            ("saved", (step + 1,)),
+            ("published", (step + 1, 1)),
+            ("wants_weights", (1,)),
+            ("retain", (0, step)),
+            ("position", ()),
+        ]
+    calls += [("input_done", (None,)), ("take", (3,)), ("stop", ()), ("take", (4,))]
+
+    async def test() -> None:
+        urls = [f"sqlite:///{tmp_path / name}.db" for name in ("lives", "dies")]
+        lived, died = [await answers(url, calls, url is urls[1]) for url in urls]
+        assert died == lived
+
+    run(test)
+
+
+def test_a_buffer_that_comes_back_is_that_of_its_start_of_the_run_and_of_nobody_elses(
+    url: str,
+) -> None:
+    async def test() -> None:
+        first = buffer(url, life="a")
+        await first.attach_explorer("e")
+        await first.attach_trainer(0, 1)
+        await killed(first)
+        again, other = buffer(url, life="a"), buffer(url, life="b")
+        assert await admitted(again, "e", 1) == [0]
+        with pytest.raises(Lost, match="another process has begun as explorer p/run/e"):
+            await other.admit("e", b"task", {})
+        watching = asyncio.create_task(again.watch())  # as the supervisor does at once
+        await asyncio.sleep(0)
+        assert again._beating is not None
+        assert again._stood.trainer == ("p/run/trainer", 1) and other._stood.trainer is None
+        await other.attach_explorer("e")
+        await killed(again)
+        again = buffer(url, life="a")
+        with pytest.raises(Lost, match="another process has begun as explorer p/run/e"):
+            await again.admit("e", b"task", {})
+        watching.cancel()
+        await other.shutdown()
+        await again.shutdown()
+        assert scalar(url, "select count(*) from experience_buffer_stands") == 0
+
+    run(test)
+
+
 def test_what_cannot_be_trained_on_is_counted_and_never_shrinks_a_batch(url: str) -> None:
     async def test() -> None:
         mine = buffer(url, max_experience_mb=0.001)
