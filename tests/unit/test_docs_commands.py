@@ -28,7 +28,7 @@ TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 QUICKSTART = re.compile(r'make quickstart ARGS="(.*)"')
 RFT = re.compile(
-    r"(?:^|\s)(?:python -m rft\.train|rft train|rft config|rft doctor|launch/\w+\.sh)\s+(.*)"
+    r"(?:^|\s)(?:python -m rft\.train|rft (?:train|config|doctor|plan)|launch/\w+\.sh)\s+(.*)"
 )
 
 

@@ -91,6 +91,7 @@ ELSEWHERE = (  # command, who runs it or why it cannot be run here
     (r"^cat > trials|^algorithm\.|^END$", "tests/verify/test_slurm.py"),
     (r"NNODES=2 ", "tests/verify/test_torchrun_nodes.py"),
     (r"launch/ray\.sh|^export NCCL_", "tests/verify/test_ray_launch.py"),
+    (r"^rft plan .*--cards", "tests/unit/test_planner.py"),
     (r" size=", "tests/unit/test_sizes.py: they are for GPUs of 80 GB"),
     (r"^rft doctor cluster\.ray_address", "tests/unit/test_machine_rules.py"),
     (r"launch/ray_job\.sh|^ray job stop", "tests/verify/test_ray_launch.py"),
