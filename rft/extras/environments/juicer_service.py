@@ -280,7 +280,7 @@ class JuicerService(BaseHTTPRequestHandler):
                 table = reader.read_all()
                 table.validate(full=True)
             rows = table.to_pylist()
-        except (pa.ArrowException, ValueError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise Wrong(400, f"arrow_data is no Arrow stream: {error}") from error
         rows = session.process(rows)
         table = pa.Table.from_pylist([without_empty(row) for row in rows])
