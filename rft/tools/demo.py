@@ -31,6 +31,7 @@ SUMS = {
 }
 CONVERT = ADAPTERS / "gguf_model.py"
 SHOWN, WIDTH = 6, 60  # sample answers, and how much of each
+CONVERT_S = 900.0  # for the model to be read and written anew
 NEEDED_GIB = 13  # of free memory: 9 for the trainer with what it saves, 3 for the engine, the rest
 # without an import: the package wants a program that is not here
 MODEL = (
@@ -81,9 +82,15 @@ def problems(python: Path, assets: Path) -> Iterator[str]:
 
 def convert(python: Path, model: str) -> None:
     """In the demo's own Python, which has the file and the library that reads it."""
-    found = subprocess.run([python, "-c", MODEL], capture_output=True, text=True, check=True)
-    script = [python, CONVERT, found.stdout.strip(), model]
-    ran = subprocess.run(script, capture_output=True, text=True, check=False)
+
+    def said(*words: Path | str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [python, *words], capture_output=True, text=True, check=False, timeout=CONVERT_S
+        )
+
+    found = said("-c", MODEL)
+    found.check_returncode()
+    ran = said(CONVERT, found.stdout.strip(), model)
     if ran.returncode:
         raise ConfigError(f"model.model_path={model}: {ran.stderr.strip()[-500:]}")
 

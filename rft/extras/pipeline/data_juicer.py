@@ -321,7 +321,8 @@ def free_port(reserve: bool = True) -> int:
         server.bind(("127.0.0.1", 0))
         if reserve:
             server.listen(1)
-            with socket.create_connection(server.getsockname()) as client:
+            server.settimeout(ANSWER_S)
+            with socket.create_connection(server.getsockname(), ANSWER_S) as client:
                 server.accept()[0].close()  # the side that closes first is the one that lingers
                 client.recv(1)
         return int(server.getsockname()[1])
