@@ -43,11 +43,14 @@ def test_killed_after_every_step_it_is_the_same_run(
     assert_same(root / "rft" / name, reference, STEPS)
 
 
-def test_each_actor_killed_at_every_step_it_is_the_same_run(root: Path, reference: Path) -> None:
+@pytest.mark.parametrize("actor", ["ExperienceBuffer", "Explorer", "Synchronizer"])
+def test_an_actor_killed_at_every_step_it_is_the_same_run(
+    root: Path, reference: Path, actor: str
+) -> None:
     """It ends by itself."""
-    actors = ("ExperienceBuffer", "Explorer", "Synchronizer")
-    kills = [(step, actor) for step in range(1, STEPS) for actor in actors]
+    name = f"healed_{actor}"
     run_healing(
-        deterministic(root, "healed", root / "assets", f"trainer.total_steps={STEPS}"), kills
+        deterministic(root, name, root / "assets", f"trainer.total_steps={STEPS}"),
+        [(step, actor) for step in range(1, STEPS)],
     )
-    assert_same(root / "rft" / "healed", reference, STEPS)
+    assert_same(root / "rft" / name, reference, STEPS)
