@@ -56,9 +56,9 @@ SqlBuffer._until | another process's change | `WATCH_S`, again until `max_read_t
 caller is told
 SqlBuffer._beats | the next sign of life | a quarter of `lease_s` | it looks who is silent
 buffer/sql_events.py
-Events.turn | a connection, locks, a statement | `CONNECT_S`, `LOCK_S`, `STATEMENT_S`, `ANSWER_S` \
+Events.turn | a connection, locks, a statement | `CONNECT_S`, `LOCK_S`, `STATEMENT_S`, `CALL_S` \
 | an error that passes: made again
-Events.looking | the same | the same: `CONNECT_S`, `STATEMENT_S`, `ANSWER_S` | made again
+Events.looking | the same | the same: `CONNECT_S`, `STATEMENT_S`, `CALL_S` | made again
 buffer/sql_tables.py
 _write_ahead | another process that opens a new file | `LOCK_WAIT_S` | the start fails
 create | the same, or PostgreSQL's lock | `LOCK_WAIT_S`, `LOCK_S` | the start fails
