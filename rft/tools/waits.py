@@ -59,6 +59,8 @@ buffer/sql_events.py
 Events.turn | a connection, locks, a statement | `CONNECT_S`, `LOCK_S`, `STATEMENT_S`, `CALL_S` \
 | an error that passes: made again
 Events.looking | the same | the same: `CONNECT_S`, `STATEMENT_S`, `CALL_S` | made again
+buffer/sql_patience.py
+patient.Patient.wait | a server's answer | `CALL_S` | the connection is closed; made again
 buffer/sql_tables.py
 _write_ahead | another process that opens a new file | `LOCK_WAIT_S` | the start fails
 create | the same, or PostgreSQL's lock | `LOCK_WAIT_S`, `LOCK_S` | the start fails
