@@ -117,11 +117,11 @@ def run_healing(arguments: list[str], kills: list[tuple[int, str]]) -> list[str]
     return said
 
 
-def lose_actor(run: Run, actor: str) -> str:
+def lose_actor(run: Run, actor: str, within_s: float = DETECTED_S) -> str:
     """Kill -9 it; returns what is said of that once another process is in its place."""
     killed = run.find(f"ray::{actor}")
     killed.kill()
-    said = run.wait_for("it comes back", DETECTED_S).string
+    said = run.wait_for("it comes back", within_s).string
     await_process(run, f"ray::{actor}", killed)
     return said
 
