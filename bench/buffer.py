@@ -1,6 +1,6 @@
 """Experiences through the durable queue, and what kill -9 leaves of them.
 
-    python -m bench.buffer [--quick]
+    python -m bench.buffer [--quick] [--against CHECKOUT]
 
 In: nothing; experiences of 1,024 tokens (256 of the prompt; ids below 151,936, a log-probability
 for every token of the response). Out: a table and one last line of JSON.
@@ -16,12 +16,19 @@ for every token of the response). Out: a table and one last line of JSON.
             journal: acknowledged groups that are not there afterwards, groups in two batches,
             batches that a restart changed
 
+    SQL     the same through tables, a file of SQLite and, where it is installed, a PostgreSQL of
+            this bench's own: rounds in processes of their own (`bench.buffer_round`)
+
 Rounds of queue and raw alternate. The bars: 5,000 experiences/s (median), nothing lost and nothing
-twice in 200 kills.
+twice in 200 kills. `--against`: only rounds of the queue and of SQL, of this checkout and of the
+other one in turn; the bar is 0.95 of what the other does. By the processor's seconds too, which
+other work on the machine changes less.
 """
 
 import argparse
 import asyncio
+import contextlib
+import json
 import os
 import random
 import signal
@@ -30,43 +37,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from bench import report
+from bench.buffer_round import AT_ONCE, REPEATS, TASKS, TOKENS, group
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.journal import Journal
 from rft.buffer.progress import Leased, Stored, decode_record
 from rft.config import ExperienceBufferConfig
-from rft.ground.experience import Experience, VersionSpan, encode
 
-TOKENS, PROMPT, VOCABULARY = 1024, 256, 151_936
-REPEATS, TASKS, AT_ONCE = 8, 32, 64
 ROUNDS, QUICK_ROUNDS, STEPS = 10, 5, 40
+SQL_ROUNDS = 3
 KILLS, QUICK_KILLS = 200, 200
-BAR = 5000.0
+BAR, OF_BEFORE = 5000.0, 0.95
+IN_TURN, QUICK_IN_TURN = 10, 5  # rounds of each checkout
+STORES = {"queue": 40, "SQLite": 8, "PostgreSQL": 8}  # steps of a round
+HERE = Path(__file__).resolve().parents[1]
 LENGTH = struct.Struct("<Q")
-
-
-def group(seed: int, tokens: int = TOKENS, prompt: int = PROMPT) -> bytes:
-    """One group as an explorer sends it."""
-    draw, response = random.Random(seed), tokens - prompt
-    return encode(
-        [
-            Experience(
-                tokens=[draw.randrange(VOCABULARY) for _ in range(tokens)],
-                prompt_length=prompt,
-                action_mask=[1] * response,
-                logprobs=[-draw.random() for _ in range(response)],
-                reward=float(sample % 2),
-                sample=sample,
-                task="task",
-                versions=[VersionSpan(version=0, start=0, end=response)],
-                reward_outcome="ok",
-            )
-            for sample in range(REPEATS)
-        ]
-    )
 
 
 def queue(directory: str, max_staleness: int | None = None) -> ExperienceBuffer:
@@ -245,9 +234,114 @@ def held(directory: str) -> tuple[set[int], dict[int, list[int]]]:
     return found, batches
 
 
+# --- rounds in processes of their own -------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def places(store: str, top: Path) -> Iterator[Iterator[str] | None]:
+    """Where each round's buffer is; None: there is no such store here."""
+    if store != "PostgreSQL":
+        form = "{}" if store == "queue" else "sqlite:///{}/buffer.db"
+        yield (form.format(tempfile.mkdtemp(dir=top)) for _ in iter(int, 1))
+        return
+    if not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
+        yield None
+        return
+    from tests.unit.postgres import postgres
+
+    with postgres(top) as url:
+        yield (_empty(url) for _ in iter(int, 1))
+
+
+def _empty(url: str) -> str:
+    import sqlalchemy as sql
+
+    engine = sql.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as db:
+        db.execute(sql.text("drop schema public cascade"))
+        db.execute(sql.text("create schema public"))
+    engine.dispose()
+    return url
+
+
+def round_in(checkout: Path, store: str, where: str) -> dict[str, float]:
+    """Of its rft: experiences per second, and per second of the processor."""
+    kind = "queue" if store == "queue" else "sql"
+    command = [sys.executable, str(HERE / "bench" / "buffer_round.py"), kind, where]
+    done = subprocess.run(
+        [*command, str(STORES[store])],
+        cwd=checkout,
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"a round of {store} in {checkout} failed: {done.stderr[-2000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    if not found["rft"].startswith(f"{checkout}/"):
+        raise RuntimeError(f"{found['rft']} is not of {checkout}")
+    return found
+
+
+def in_turn(checkouts: list[Path], rounds: int) -> dict[str, list[list[dict[str, float]]]]:
+    """By store, of each checkout its rounds."""
+    found: dict[str, list[list[dict[str, float]]]] = {}
+    for store in STORES if len(checkouts) > 1 else list(STORES)[1:]:
+        with (
+            tempfile.TemporaryDirectory(prefix="rft-bench-") as top,
+            places(store, Path(top)) as where,
+        ):
+            if where is None:
+                print(f"no {store} is installed here: left out", flush=True)
+                continue
+            found[store] = [[] for _ in checkouts]
+            for _ in range(rounds):
+                for rows, checkout in zip(found[store], checkouts, strict=True):
+                    rows.append(round_in(checkout, store, next(where)))
+    return found
+
+
+def tell(found: dict[str, list[list[dict[str, float]]]], checkouts: list[Path]) -> None:
+    rows = []
+    for store, of_each in found.items():
+        for checkout, rounds in zip(checkouts, of_each, strict=True):
+            cells = [store, "this" if checkout == HERE else str(checkout)]
+            for what in ("per_s", "per_cpu_s"):
+                values = [one[what] for one in rounds]
+                low, high = report.spread(values)
+                cells += [f"{report.median(values):,.0f}", f"{low:,.0f} - {high:,.0f}"]
+            rows.append(cells)
+    report.table(
+        f"experiences of {TOKENS} tokens, {len(of_each[0])} rounds",
+        ["store", "of", "per second", "middle half", "per s of the processor", "middle half"],
+        rows,
+    )
+
+
+def against(other: Path, rounds: int) -> None:
+    checkouts = [HERE, other]
+    found = in_turn(checkouts, rounds)
+    tell(found, checkouts)
+    ratios = {}
+    for what in ("per_s", "per_cpu_s"):
+        for store, (ours, theirs) in found.items():
+            pairs = [a[what] / b[what] for a, b in zip(ours, theirs, strict=True)]
+            ratios[f"{store} {what}"] = round(report.median(pairs), 3)
+    load = [round(value, 1) for value in os.getloadavg()]
+    report.last_line(
+        "buffer against",
+        ratios,
+        {"rounds": rounds},
+        {"other": str(other), "bar": OF_BEFORE, "load": load},
+        report.versions("msgspec", "sqlalchemy"),
+        all(ratios[f"{store} per_s"] >= OF_BEFORE for store in found),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--against", type=Path, help="another checkout")
     parser.add_argument("--endless", help=argparse.SUPPRESS)
     parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -256,6 +350,9 @@ def main() -> None:
         return
     if arguments.endless:
         asyncio.run(endless(arguments.endless))
+        return
+    if arguments.against:
+        against(arguments.against.resolve(), QUICK_IN_TURN if arguments.quick else IN_TURN)
         return
     rounds, count = (QUICK_ROUNDS, QUICK_KILLS) if arguments.quick else (ROUNDS, KILLS)
     groups = [group(seed) for seed in range(TASKS)]
@@ -266,6 +363,7 @@ def main() -> None:
     trainer.close()
     ours, theirs, shared = ([row[column] for row in found[1:]] for column in range(3))
     left = kills(count)
+    tell(in_turn([HERE], SQL_ROUNDS), [HERE])
     rows = [
         [name, f"{report.median(values):,.0f}", "{:,.0f} - {:,.0f}".format(*report.spread(values))]
         for name, values in (("durable queue", ours), ("raw append and fsync", theirs))

@@ -17,11 +17,12 @@ bench, no file system stays frozen, filled or mounted, and no process stopped.
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import os
 import random
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,8 @@ PARTS = {  # what a process's command line tells of who it is
     "checkpoint agent": "rft.checkpoint.agent",
     "launcher": "rft.run.elastic",
 }
+UNCONNECTED = ("reward worker", "checkpoint agent")  # by sockets that have no name
+CUT = "port"  # in the words of a reset that was one
 DISK = "disk"  # the part that faults of a disk hit: all that write
 KILL, SHORT, LONG, RESET = "kill", "stop 10 s", "stop 45 s", "reset"
 FULL, SLOW = "full disk", "slow disk"
@@ -60,14 +63,26 @@ class Fault:
     words: str = ""
 
 
-def deck(seed: int, disk: bool) -> Iterator[tuple[str, str]]:
-    """All kinds on all parts in an order drawn from `seed`, again and again."""
+Card = tuple[str, str]  # kind, part
+
+
+def deck(seed: int, disk: bool, number: int, parts: Sequence[str] = tuple(PARTS)) -> Iterator[Card]:
+    """For run `number`: hands, of an order drawn from `seed`, each with every part and every kind
+    in it, as far as `parts` go; four in turn have every kind on every part.
+    """
     dice = random.Random(seed)
-    cards = [(kind, part) for kind in OF_PARTS for part in PARTS]
-    cards += [(kind, DISK) for kind in OF_DISK for _ in range(2)] if disk else []
-    while True:
-        dice.shuffle(cards)
-        yield from cards
+    order = dice.sample(list(PARTS), len(PARTS))
+    while len({order.index(part) % len(OF_PARTS) for part in UNCONNECTED}) < len(UNCONNECTED):
+        dice.shuffle(order)  # a reset of a hand is of somebody else
+    for hand in itertools.count():
+        turn = hand + number
+        cards = [
+            (OF_PARTS[(place + turn) % len(OF_PARTS)], part)
+            for place, part in enumerate(order)
+            if part in parts
+        ]
+        cards += [(kind, DISK) for kind in OF_DISK] if disk else []
+        yield from random.Random(f"{seed} {turn}").sample(cards, len(cards))
 
 
 def found(family: list[psutil.Process], part: str) -> psutil.Process | None:
@@ -100,7 +115,7 @@ def reset(process: psutil.Process, dice: random.Random) -> str:
         where = f"src = {_end(near)} and dst = {_end(far)}"
         done = subprocess.run([*ask, where], capture_output=True, text=True)
         cut = done.returncode == 0 and done.stdout.strip()
-        return f"port {near.port} to {far.port}" if cut else "the kernel refused"
+        return f"{CUT} {near.port} to {far.port}" if cut else "the kernel refused"
     return "it had ended"
 
 

@@ -32,6 +32,7 @@ from bench.chaos_faults import (
     LONG,
     RESET,
     SHORT,
+    Card,
     Fault,
     RunDisk,
     found,
@@ -131,7 +132,7 @@ class Chaos:
         self,
         run: ChaosRun,
         disk: RunDisk,
-        cards: Iterator[tuple[str, str]],
+        cards: Iterator[Card],
         every: float,
         seed: int,
     ):
@@ -144,6 +145,7 @@ class Chaos:
         self.stopped: list[tuple[float, psutil.Process, Fault]] = []
         self.watched: list[tuple[psutil.Process, Fault]] = []
         self.full_until = 0.0
+        self.card: Card | None = None  # which waits for its part to be there
         self.slow: threading.Thread | None = None
 
     def until_its_end(self, deadline: float) -> None:
@@ -155,22 +157,26 @@ class Chaos:
                 due = now + self.every / 2
             if due and now >= due:
                 due += self.every
-                self.strike(*next(self.cards))
+                self.card = self.card or next(self.cards)
+            if self.card and self.strike(*self.card):
+                self.card = None
             self.look(now)
             time.sleep(LOOK_S)
         self.end()
 
-    def strike(self, kind: str, part: str) -> None:
+    def strike(self, kind: str, part: str) -> bool:
+        """False: the part has no process just now; the next look tries again."""
         fault = Fault(kind, part, time.monotonic())
-        self.faults.append(fault)
         if part == DISK:
             self._disk(fault)
         elif (process := found(self.run.family(), part)) is None:
-            fault.words = "no such process then"
+            return False
         else:
             fault.pid = process.pid
             self._process(fault, process)
+        self.faults.append(fault)
         print(f"    {kind:<10} {part:<17} {fault.words}", flush=True)
+        return True
 
     def _disk(self, fault: Fault) -> None:
         if fault.kind == FULL:

@@ -3,11 +3,16 @@
 In: a connection that is being opened; an error of the database. Out: limits on the connection;
 whether to try again; what to tell. Invariant: no call waits for a database, or for whoever holds a
 lock in it, without an end: PostgreSQL ends the session of a process that is stopped within a
-transaction, so that its locks are free (SQLite cannot: there the call fails after its deadline).
+transaction, so that its locks are free (SQLite cannot: there the call fails after its deadline). A
+server that is stopped, or a proxy that hands nothing on, keeps its connections open and answers the
+kernel's probes: there the client itself ends the wait (`patient`).
 """
 
+import functools
 import sqlite3
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
+from typing import Any
 
 import sqlalchemy as sql
 
@@ -19,6 +24,7 @@ STATEMENT_S = 60  # also for a batch of many large experiences
 LOCK_S = 15  # to wait for a row that another transaction has locked
 IDLE_S = 30  # a transaction whose process says nothing
 ANSWER_S = 30  # a connection whose other end acknowledges nothing
+CALL_S = STATEMENT_S + 5.0  # for an answer: the server would have ended the statement by then
 RETRY_S = 45.0  # a call that others wait for; less than rank 0 waits for an answer
 NAP_S, LONGEST_NAP_S = 0.05, 2.0  # between two tries
 KEEPALIVE = {"idle": 10, "interval": 5, "count": 4}  # seconds, seconds, probes
@@ -48,6 +54,34 @@ def server_limits() -> dict[str, int]:
         "tcp_user_timeout": int(ANSWER_S * 1000),
         **{f"tcp_keepalives_{name}": value for name, value in KEEPALIVE.items()},
     }
+
+
+@functools.cache
+def patient() -> Any:
+    """A class of psycopg's connections, of which each answer has CALL_S; a connection that is
+    silent for longer is closed, and raises OperationalError.
+    """
+    import psycopg
+
+    class Patient(psycopg.Connection[Any]):
+        def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().wait(self._limited(gen), *args, **kwargs)
+
+        def _limited(self, gen: Any) -> Generator[Any, Any, Any]:
+            """psycopg sends 0 now and then where nothing has come."""
+            deadline = time.monotonic() + CALL_S
+            try:
+                wanted = next(gen)
+                while True:
+                    ready = yield wanted
+                    if not ready and time.monotonic() > deadline:
+                        self.pgconn.finish()
+                        raise psycopg.OperationalError(f"no answer in {CALL_S:g} s")
+                    wanted = gen.send(ready)
+            except StopIteration as end:
+                return end.value
+
+    return Patient
 
 
 def passes(error: sql.exc.SQLAlchemyError) -> bool:

@@ -9,13 +9,14 @@ made, or converted, in one transaction.
 import re
 import sqlite3
 import time
+from typing import Any
 
 import sqlalchemy as sql
 from sqlalchemy import Connection, Engine
 
 from rft.buffer.sql_events import row_of
 from rft.buffer.sql_older import taken_out
-from rft.buffer.sql_patience import client_limits, server_limits
+from rft.buffer.sql_patience import client_limits, patient, server_limits
 from rft.buffer.sql_schema import COLUMNS, SCHEMA, VIEWS, Tables, view
 from rft.config import ConfigError, ExperienceBufferConfig
 from rft.ground import redact
@@ -68,6 +69,10 @@ def connect(url: str) -> Engine:
 
 
 def _postgres(engine: Engine) -> Engine:
+    @sql.event.listens_for(engine, "do_connect")
+    def do_connect(_dialect: Any, _record: object, given: Any, named: Any) -> Any:
+        return patient().connect(*given, **named)
+
     @sql.event.listens_for(engine, "connect")
     def on_connect(connection: object, _record: object) -> None:
         with connection.cursor() as cursor:  # type: ignore[attr-defined]

@@ -206,8 +206,11 @@ def _fetched(source: Address, key: str) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    held = durable.lock(path, wait=True)
-    assert held is not None, "it was waited for"
+    held = durable.lock(path, wait_s=hubs.FETCH_S)
+    if held is None:
+        raise ConfigError(
+            Late(f"another process has held {path} for more than {hubs.FETCH_S / 3600:g} h: end it")
+        )
     try:
         yield
     finally:

@@ -13,9 +13,12 @@ seam (`rft.checkpoint.storage`), which fault tests replace.
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+LOOK_S = 0.05  # whether a lock is free: nothing tells, and a blocking flock has no deadline
 
 
 def sync_directory(directory: Path) -> None:
@@ -55,22 +58,24 @@ def put(path: Path, data: bytes | str) -> None:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
-def lock(path: Path, shared: bool = False, wait: bool = False) -> int | None:
+def lock(path: Path, shared: bool = False, wait_s: float = 0.0) -> int | None:
     """Lock `path`, made where it is missing; the descriptor that holds the lock, None if another
-    process has it, unless its end is waited for.
+    process has it for longer than `wait_s`.
     """
+    deadline = time.monotonic() + wait_s
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    if take(descriptor, shared, wait):
-        return descriptor
-    os.close(descriptor)
-    return None
+    while not take(descriptor, shared):
+        if time.monotonic() >= deadline:
+            os.close(descriptor)
+            return None
+        time.sleep(LOOK_S)
+    return descriptor
 
 
-def take(descriptor: int, shared: bool = False, wait: bool = False) -> bool:
-    """Lock an open file, or a directory; False if another process has it and is not waited for."""
-    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+def take(descriptor: int, shared: bool = False) -> bool:
+    """Lock an open file, or a directory; False if another process has it."""
     try:
-        fcntl.flock(descriptor, how if wait else how | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -35,6 +35,7 @@ FILE = re.compile(
     r"hf://datasets/(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^@/\s]+))?(/(?P<file>\S+))?"
 )
 SNAPSHOT = re.compile(r"(?P<cache>.+)/models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
+FETCH_S = 4 * 3600.0  # that another process may take for what this one needs too
 SMALL = (".json", ".model", ".txt", ".jinja", ".tiktoken")  # of a model, beside its weights
 TEMPLATES = "additional_chat_templates/"
 INDEX = "model.safetensors.index.json"
@@ -189,8 +190,12 @@ def fetch(found: Found, files: Sequence[str], cache: str | None = None) -> Path:
         return folder
     lock = folder.parents[2] / ".locks" / f"rft--{folder.parents[1].name}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
-    held = durable.lock(lock, wait=True)
-    assert held is not None, "it was waited for"
+    held = durable.lock(lock, wait_s=FETCH_S)
+    if held is None:
+        raise TimeoutError(
+            f"another process has fetched {found.name} for more than {FETCH_S / 3600:g} h; "
+            "end it, and the next start goes on where it was"
+        )
     try:
         if missing := [one for one in files if not (folder / one).exists()]:
             size = found.missing(missing)

@@ -3,7 +3,8 @@ for stray output alike.
 
 Invariants: after `redirect`, whatever the process or a library or child of it prints to stderr (and
 stdout, unless kept for the user) is in that file and not on the user's terminal; what passes
-through Python's streams has no secret in it; a log file does not grow without end, however much a
+through Python's streams has no secret in it, and what does not loses it at the attempt's end, or at
+the next start where it was killed; a log file does not grow without end, however much a
 library prints; a line that a full disk does not take is counted (`left_out`), and whoever printed
 it goes on.
 """
@@ -21,7 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rft.ground import redact
+from rft.ground import durable, redact
 from rft.monitor import left_out, trace
 
 if TYPE_CHECKING:
@@ -30,7 +31,12 @@ if TYPE_CHECKING:
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 STACKS_SIGNAL = signal.SIGUSR2
 LOOK_S = 10.0  # between two looks at a log's size: nothing tells when a file has grown
+HOLDER, SCRUBBED = "holder.lock", "scrubbed"  # files of an attempt
+HOLDER_S = 5.0  # for another start to see that a new attempt is no old one
 STACKS_S = 0.5  # for siblings to write theirs, before the launcher ends them
+
+
+_held: dict[Path, int] = {}  # attempts of this process, with what locks them
 
 
 class Redacted:
@@ -172,9 +178,15 @@ def flush() -> None:
 
 
 def new_attempt(job: Path) -> Path:
-    """Create logs/attempt_<n> and point logs/latest at it."""
+    """Create logs/attempt_<n> and point logs/latest at it. Secrets are taken out of what attempts
+    have left that were killed.
+    """
     root = job / "logs"
     root.mkdir(parents=True, exist_ok=True)
+    for left in root.glob("attempt_*"):
+        if not (left / SCRUBBED).exists():
+            _take(left)
+            end_attempt(left)
     number = (
         max((int(p.name.removeprefix("attempt_")) for p in root.glob("attempt_*")), default=0) + 1
     )
@@ -188,4 +200,25 @@ def new_attempt(job: Path) -> Path:
     link = root / f"latest.{number}"
     link.symlink_to(directory.name)
     link.replace(root / "latest")
+    _take(directory, wait_s=HOLDER_S)
+    (directory / SCRUBBED).unlink(missing_ok=True)  # by a start that found it before it was taken
     return directory
+
+
+def _take(directory: Path, wait_s: float = 0.0) -> None:
+    """Hold an attempt until its end, or this process's; unless another process does."""
+    with contextlib.suppress(OSError):  # of a file system without locks: said elsewhere
+        if (descriptor := durable.lock(directory / HOLDER, wait_s=wait_s)) is not None:
+            _held[directory] = descriptor
+
+
+def end_attempt(directory: Path) -> None:
+    """Take secrets out of what its libraries wrote past Python's own streams, once: nobody will
+    write there any more. Not where another process holds it.
+    """
+    if (descriptor := _held.pop(directory, None)) is None:
+        return
+    redact.scrub(directory)
+    with contextlib.suppress(OSError):  # the next start does it again
+        (directory / SCRUBBED).touch()
+    os.close(descriptor)

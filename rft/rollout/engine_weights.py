@@ -152,7 +152,7 @@ class EngineWeights:
         engines.
         """
         assert self.llm is not None
-        await self.llm.collective_rpc("rft_listen", args=(await self.channel.open(),))
+        await self.llm.collective_rpc("rft_listen", args=await self.channel.open())
         answers = await self.llm.collective_rpc("rft_relay", args=(self.cluster,))
         self.offers = [decode(answer, WorkerOffer) for answer in answers]
 

@@ -17,26 +17,39 @@ A worker is reached in two ways, and each is there for what the other cannot do:
 
 In: one order per round. Out: every worker's report, or the first that tells of a failure.
 Invariants: a report of an earlier round is not taken for one of this; a worker that dies closes its
-connection, and that is a report too.
+connection, and that is a report too, as is one that says what cannot be; who does not begin with
+the word that workers were told is none of them, and is left.
 """
 
 import asyncio
 import itertools
+import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from rft.ground.experience import Record, decode, encode
-from rft.ground.process import AT_ONCE, Frames, frame
+from rft.ground.process import AT_ONCE, HEADER, Frames, frame
 from rft.ground.rounds import BROKEN, UNREACHABLE, InFile, InStore, Received, Round, RoundFailed
 
+HELLO_S = 10.0  # for the word, from the connection to its last byte
+HELLO_BYTES = 2**10
+REPORT_BYTES = 2**20
+UNREADABLE = (ConnectionError, ValueError, RecursionError)  # msgspec: no UTF-8 is a ValueError
+log = logging.getLogger(__name__)
+
 DIED = Received(error="a worker ended while it received weights", blame=BROKEN)
+
+
+class Hello(Record):
+    word: str
 
 
 class StageOrder(Record):
@@ -54,7 +67,8 @@ class StageReport(Record):
 class WorkerChannel:
     """Life:
 
-    `open`, tell every worker the path (each connects), `stage` as often as wanted, `close`.
+    `open`, tell every worker the path and the word (each connects), `stage` as often as wanted,
+    `close`.
     """
 
     def __init__(self, workers: int):
@@ -64,12 +78,13 @@ class WorkerChannel:
         self._reports: asyncio.Queue[StageReport] = asyncio.Queue()
         self._connected = asyncio.Condition()
 
-    async def open(self) -> str:
-        """The path that workers connect to."""
+    async def open(self) -> tuple[str, str]:
+        """The path that workers connect to, and the word that each says first, as a `Hello`."""
         self._directory = tempfile.mkdtemp(prefix="rft-")  # readable by this user only
         path = str(Path(self._directory) / "orders")
+        self._word = secrets.token_hex(16)
         self._server = await asyncio.start_unix_server(self._listen, path)
-        return path
+        return path, self._word
 
     async def stage(self, coming: Round) -> list[Received]:
         """The workers' reports; if one of them is a failure, that
@@ -94,16 +109,33 @@ class WorkerChannel:
         return reports
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not await self._is_worker(reader):
+            writer.close()
+            return
         async with self._connected:
             self._writers.append(writer)
             self._connected.notify_all()
-        frames = Frames()
-        with suppress(ConnectionError):  # its end, told below
+        frames = Frames(REPORT_BYTES)
+        try:
             while part := await reader.read(AT_ONCE):
                 for body in frames.split(part):
                     self._reports.put_nowait(decode(body, StageReport))
+        except UNREADABLE as error:  # its end, told below
+            log.warning("a worker's connection ends: %s", error)
         writer.close()
         self._reports.put_nowait(StageReport(received=DIED))
+
+    async def _is_worker(self, reader: asyncio.StreamReader) -> bool:
+        """Whether who has connected begins with the word."""
+        try:
+            async with asyncio.timeout(HELLO_S):
+                size = HEADER.unpack(await reader.readexactly(HEADER.size))[0]
+                if size > HELLO_BYTES:
+                    return False
+                hello = decode(await reader.readexactly(size), Hello)
+        except (TimeoutError, EOFError, *UNREADABLE):
+            return False
+        return secrets.compare_digest(hello.word.encode(), self._word.encode())
 
     def close(self) -> None:
         self._server.close()

@@ -44,6 +44,7 @@ Check = Callable[[Config], None]  # refuses one that cannot run
 STARTED_S = 900.0  # engines may have to read a large model before rank 0 announces the stage
 # for its part of that: rank 0 can still say to all ranks that it has failed
 SIDECAR_S = STARTED_S - 60.0
+SCONTROL_S = 60.0  # for Slurm to say which nodes there are
 END_S = 60.0  # for the sidecar to end, beyond shutdown_grace_s
 STAGE = "RFT_OUTER_STAGE"  # how many stages this process has been a rank of
 # port of the launcher's store, and whether torchrun's agent hosts it
@@ -152,7 +153,11 @@ def first_node(environment: Mapping[str, str]) -> str:
 
 def scontrol(*arguments: str) -> str:
     return subprocess.run(
-        ["scontrol", *arguments], capture_output=True, text=True, check=True
+        ["scontrol", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=SCONTROL_S,
     ).stdout
 
 

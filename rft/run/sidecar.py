@@ -36,6 +36,7 @@ from rft.trainer import control
 
 log = logging.getLogger(__name__)
 LOCK = "sidecar.lock"  # in the job's directory, as is the next
+BEFORE_S = 600.0  # for the sidecar of the stage before to end
 RECORD = "sidecar.json"
 
 
@@ -120,7 +121,8 @@ def main(resolved: str, launcher: int) -> int:
     """Hold one stage's actors until told to end, an actor fails, or process `launcher` is gone."""
     config = configs.load(resolved)
     job = Path(resolved).parent
-    durable.lock(job / LOCK, wait=True)  # for the life of this process
+    if durable.lock(job / LOCK, wait_s=BEFORE_S) is None:  # for the life of this process
+        raise TimeoutError(f"the sidecar of the stage before still has {job / LOCK}")
     terminal = logs.Redacted(os.fdopen(os.dup(2), "w"))
     events: Events = queue.SimpleQueue()
     supervisor = Supervisor(config, events, lambda line: print(line, file=terminal, flush=True))

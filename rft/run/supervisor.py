@@ -26,7 +26,7 @@ from rft import config as configs
 from rft.checkpoint import fence
 from rft.config import Config
 from rft.config.choices import start_lines
-from rft.ground import redact, scratch
+from rft.ground import scratch
 from rft.ground.process import end_descendants
 from rft.ground.rounds import STREAM
 from rft.monitor import logs, trace
@@ -161,7 +161,7 @@ class Supervisor:
         elif self.scratch is not None:  # what Ray wrote can be looked at until the next start
             scratch.free_segments(self.scratch.directory)
         trace.stop()
-        redact.scrub(self.log_dir)  # what a library wrote past Python's own streams
+        logs.end_attempt(self.log_dir)
 
     def _failed(self, part: str, phase: str, cause: str) -> None:
         self.events.put(Event(part, phase, cause))

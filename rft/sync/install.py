@@ -67,7 +67,7 @@ from rft.ground.rounds import (
 )
 from rft.ground.streams import enter_thread
 from rft.monitor import trace
-from rft.rollout.worker_channel import StageOrder, StageReport
+from rft.rollout.worker_channel import Hello, StageOrder, StageReport
 from rft.sync import lora
 from rft.sync.connection import PeerConnection, PeerLost, PeerRefused, own_address
 from rft.sync.links import LinkSide, join_links
@@ -170,13 +170,14 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self.receiver.relay is not None
         self.receiver.relay.meeting.disband(generation)
 
-    def listen(self, path: str) -> None:
+    def listen(self, path: str, word: str) -> None:
         """Follow the orders that come over the Unix socket `path` (`rft.rollout.worker_channel`),
-        in a thread of their own.
+        in a thread of their own. `word`: tells the other end that this is a worker.
         """
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(path)
         orders = PeerConnection(connection, "the engine's actor", CHANNEL_S, limit=CHANNEL_BYTES)
+        orders.send_record(Hello(word=word))
         threading.Thread(target=self._follow, args=(orders,), name="stage", daemon=True).start()
 
     def _follow(self, orders: PeerConnection) -> None:

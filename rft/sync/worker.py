@@ -40,11 +40,11 @@ class WorkerExtension:
         """What this worker holds."""
         return encode(self.weight_transfer_engine.state())  # type: ignore[attr-defined]
 
-    def rft_listen(self, path: str) -> None:
-        """From now on receive rounds beside the decoding, as the
-        engine actor orders at the socket `path`.
+    def rft_listen(self, path: str, word: str) -> None:
+        """From now on receive rounds beside the decoding, as the engine actor orders at the socket
+        `path`, where workers begin with `word`.
         """
-        self.weight_transfer_engine.listen(path)  # type: ignore[attr-defined]
+        self.weight_transfer_engine.listen(path, word)  # type: ignore[attr-defined]
 
     def rft_relay(self, cluster: str | None) -> bytes:
         """Be there for workers of other engines of the run in this Ray, None: in one of its own;

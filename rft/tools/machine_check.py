@@ -242,7 +242,12 @@ def gpus(machine: Machine, has: InstalledBuilds, asked: str) -> Iterator[Finding
 
 def links() -> Iterator[Finding]:
     """What lies between the GPUs, where the driver's tool tells of it."""
-    done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
+    asked = ["nvidia-smi", "topo", "-m"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=MEET_S)
+    except subprocess.TimeoutExpired:
+        yield Finding(WARN, "links", f"nvidia-smi says nothing for {MEET_S:g} s", "see the driver")
+        return
     if done.returncode:
         return
     between = Counter(between_gpus(done.stdout))

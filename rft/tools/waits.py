@@ -1,16 +1,14 @@
 """Every wait of the parts of a run for each other: where it is in the code, for whom, how long, and
 what then. `docs/launch.md` shows it.
 
-In: the table below, by hand. Out: its rows. Invariant: a test finds the waits in the sources of
-PLACES, and fails where one is not declared here, or one that is declared is gone. What is said of
+In: the table below, by hand. Out: its rows. Invariant: a test finds the waits in all sources of
+rft, and fails where one is not declared here, or one that is declared is gone. What is said of
 a limit names the constant or key that holds it; "none" means that only the end of somebody ends it,
 and then that end has a deadline of its own, which the row names. A bare `await` of a future that
 the same process sets is none of these.
 """
 
 from dataclasses import dataclass
-
-PLACES = ("run", "trainer", "rollout", "sync")  # directories of rft, without those in them
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,221 @@ class Declared:
 
 # FILE: FUNCTION | for whom | how long | what then
 TABLE = """
+agents/agent_process.py
+_process | an agent's program | none: the workflow's `timeout` cancels it | killed with its \
+family
+agents/endpoint/registry.py
+Registry.expire | sessions and groups that nobody uses | `AGAIN_S`, again and again | ended after \
+`timeout`, and stored
+agents/endpoint/server.py
+OpenAIEndpoint._stream | the answer of an engine | none: `max_timeout` of the request; a comment \
+every `KEEP_ALIVE_S` | the stream says the error
+_json | the body of a request | `BODY_S` | answered 408
+agents/workflow.py
+AgentWorkflow._run | an agent | `timeout` of its workflow | the task fails, and is tried again
+AgentWorkflow._reward | a posted reward | `reward_timeout` | the task fails, and is tried again
+buffer/calls.py
+answered | a buffer that comes back | none: its callers' | asked again every `AGAIN_S`
+CallBatcher._send | other groups of the same moment | `GATHER_S` | sent without them
+Waiters.wait | what a call of the buffer waits for | the caller's | False: the caller says so
+Waiters.watch | the buffer's end | none: it is the wait for its failure | the supervisor hears of \
+it
+buffer/experience_buffer.py
+ExperienceBuffer.admit_some | a slot | `max_read_timeout` | the explorer is told which step holds \
+it up
+ExperienceBuffer.readmit | a version that an unfinished group may use | `max_read_timeout` | the \
+explorer is told
+ExperienceBuffer.cuts | groups that a step goes on without | `max_read_timeout` | asked again
+ExperienceBuffer._await_groups | groups of a step, and answers of those that are cut | \
+`max_read_timeout` each | the trainer is told which are missing
+buffer/sql_buffer.py
+SqlBuffer._do | a database that passes errors | `RETRY_S`, naps of up to `LONGEST_NAP_S` | the \
+call fails
+SqlBuffer._until | another process's change | `WATCH_S`, again until `max_read_timeout` | the \
+caller is told
+SqlBuffer._beats | the next sign of life | a quarter of `lease_s` | it looks who is silent
+buffer/sql_events.py
+Events.turn | a connection, locks, a statement | `CONNECT_S`, `LOCK_S`, `STATEMENT_S`, `CALL_S` \
+| an error that passes: made again
+Events.looking | the same | the same: `CONNECT_S`, `STATEMENT_S`, `CALL_S` | made again
+buffer/sql_patience.py
+patient.Patient.wait | a server's answer | `CALL_S` | the connection is closed; made again
+buffer/sql_stands.py
+Stands.drop | the same | the same | made again
+Stands.read | the same | the same | made again
+buffer/sql_tables.py
+_write_ahead | another process that opens a new file | `LOCK_WAIT_S` | the start fails
+create | the same, or PostgreSQL's lock | `LOCK_WAIT_S`, `LOCK_S` | the start fails
+checkpoint/agent.py
+Agent.run | what its rank says; then its watcher | none: the rank's end; then `deadline_s` | it \
+ends itself
+Agent._beat | the next sign of life | `BEAT_S` | -
+Agent._watch | a save; then exports | `look_s` where one is open; an export that is silent for \
+`deadline_s` is killed | committed, or set aside
+Agent._follow | an export's next word | `deadline_s` | killed with its family
+checkpoint/fence.py
+await_agents | agents of the attempt before | the caller's: `agent_deadline_s` | the start goes \
+on, and their saves count for nothing
+checkpoint/link.py
+Link.close | the agent finishes what it has | the caller's: what is left of the grace | it goes \
+on by itself
+Link._listen | the end of an agent whose connection has ended | none: `SILENT_S` of its watchdog \
+| killed, another one is started
+Link._try_to_start | room for another process | `LOOK_S`, `FRUITLESS` times | saves fail, \
+training goes on
+Link._watchdog | the agent's next word | `SILENT_S`, `START_S` where it is new, looked at every \
+`LOOK_S` | killed, another one is started
+checkpoint/manager.py
+CheckpointManager.wait | the saves of a step | twice `agent_deadline_s` | the rank is told
+CheckpointManager.wait_exports | an export's next word | twice `agent_deadline_s` | the rank is \
+told
+checkpoint/reader.py
+patiently | storage that cannot be reached | the caller's: `patience_s` | StorageUnreachable
+checkpoint/stager.py
+SlotPool.lease | a slot of staging memory | `staging_patience_s` | that save is given up
+Stager._await | the copy from the device | twice `deadline_s` | the rank fails: its device hangs
+checkpoint/wire.py
+Outbox._run | the next word to the agent | none: a thread of its own | -
+checkpoint/writer.py
+Pacer.__call__ | the rate that is allowed | the bytes by `rate` | -
+Gate._wait | another writer | `patience_s` | it writes all the same, and says so
+extras/pipeline/data_juicer.py
+JuicerClient._call | an answer of the service | `timeout_s` | JuicerError: the operator failed
+JuicerServer.start | a service that begins | `start_timeout` | JuicerError, its log's end in it
+JuicerServer._start_at | the same | none: `start_timeout` of its caller | -
+free_port | its own connection | `ANSWER_S` | the start fails
+extras/pipeline/task_operators.py
+LLMDifficulty.process | its own requests | 0: they have ended, each within `request_timeout` | -
+extras/pipeline/worker_process.py
+OperatorProcess.close | operators close | `CLOSE_S` | killed
+OperatorProcess._ask | an operator's answer | `timeout_s`; its start `START_S` | killed; the \
+group fails
+extras/sweep/job.py
+attempt | a trial's end | none: it is the wait for it | the next trial
+end | a trial that was told to end | its own `shutdown_grace_s` | it kills what is left itself
+ended_with.watch | the launcher's end | none: it is the wait for its death | the trial is told to \
+end
+ended_with | that watcher | none: it is woken | -
+extras/sweep/trial_records.py
+_holder_ended | whoever runs the trial | the caller's | the sweep says who has it
+extras/tinker/remote_policy.py
+RemotePolicy.forget | a save of before | 0: only those that are there are forgotten | -
+_hand_on | a save | 0: it has ended | -
+extras/tinker/sampler.py
+SamplerEngine.stage | the service | `sync_timeout` | the engine failed the round
+SamplerEngine.watch | its own end | none: it is the wait for its death | -
+extras/tinker/saves.py
+RemoteCheckpoints._commit | paths of a save | 0: they are there | -
+PathOrigin._tell | the path of a save | 0: it is there | -
+extras/tinker/service.py
+Service.answer | the service | `timeout` of model.tinker | ServiceFailed: the rank fails
+Service.close | the service | `CLOSE_S` | said, and left
+ground/device.py
+capability | the driver's tool | `TOOL_S` | the start says so
+ground/durable.py
+lock | another holder | the caller's: `FETCH_S` of a download, `BEFORE_S` of a sidecar, else 0 | \
+the caller says who
+take | another holder | 0: it does not wait | -
+ground/process.py
+messages | the next part of a message | the socket's, none without one: the other end's death | -
+one_message.exactly | a whole message | the caller's | BrokenFrame, or TimeoutError
+accepted | a connection | none: a thread of its own | -
+await_end | a process's end | the caller's | False
+end_descendants | processes end | the caller's, then `KILL_WAIT_S` | killed; said if that does \
+not help
+end_family | killed processes | `KILL_WAIT_S` | said
+_await | killed processes | `KILL_WAIT_S` | said
+Child.reap | killed processes | `CLOSE_TIMEOUT_S` | the caller is told
+guard | a foreign program's end | none: whoever started it kills it | what it started is killed
+guard.end | what the program started | 0, then `KILL_WAIT_S` | killed
+megatron/mesh.py
+Mesh.gather | all ranks | `collective_timeout` | the rank fails, its peers named
+Mesh.scatter_parts | all ranks | `collective_timeout` | the rank fails, its peers named
+Mesh._receive_part | rank 0 | `collective_timeout` | the rank fails
+monitor/logs.py
+_keep_small | the next look at a log | `LOOK_S` | it looks
+ask_stacks_of_siblings | stacks of other processes | `STACKS_S` | without them
+monitor/mlflow.py
+Server.call | the tracking server | `REPLY_S` | counted as left out
+MLflow.close | its thread | `CLOSE_S` | left behind, said
+MLflow._send | the next order | none: a thread of its own | -
+preflight/inputs_data.py
+_own_service | a service's `--check` | six times `ANSWER_S` | the start is refused
+preflight/inputs_models.py
+_ray | a Ray that is named | a number of its own, 5 s | the start is refused
+rollout/adapter_serving.py
+AdapterServing._room | requests of an old adapter | `sync_timeout` | the engine fails the round
+rollout/engine.py
+RolloutEngine._watch_processes.sleep_until_one_ends | vLLM's processes end | none: it is the wait \
+for their death | the engine failed; stopped: `STOPPED_S`
+await_exit_code | an ended process's exit code | a second | without it
+rollout/engine_weights.py
+Turns.request | the engine wakes | none: the task's `max_timeout` | the task is tried again
+Turns.sleep | requests under way | a share of `sync_timeout` | frozen as they are
+rollout/environments.py
+Environments.episode | a place among the episodes | none: the task's `max_timeout` | the task \
+fails
+Episode._ask | an environment's step | `step_timeout` | its process is killed
+Episode.drive | an environment's whole episode | what is left of the task | its process is killed
+Host.ask | an environment's answer | the caller's limit | its process is killed
+Host.start | an environment's setup | `start_timeout` | its process is killed
+asked_once | an environment's `--check` or rows | `start_timeout` | the start is refused
+rollout/explorer.py
+Explorer._ask | the buffer | `STORE_S`; for slots `max_read_timeout` and `READ_MARGIN_S` | the \
+explorer failed
+Explorer._launch | a free runner | none: tasks end within `max_timeout` | -
+Explorer._make | room in the pipeline | none: groups in it have limits of their own | -
+Explorer._next | a selector's lessons | none: tasks end within `max_timeout` | -
+Explorer.base_url | its own start | none: whoever asks has `REPLY_S` | the run ends
+Explorer.evaluate | its own start | none: whoever asks has `RETURN_S` | rank 0 fails
+Explorer.explore | its own start | none: whoever asks has `RETURN_S` | rank 0 fails
+Explorer.finished | its own start | none: its supervisor has `START_S` for it | the run ends
+Explorer._readmit | a held explorer goes on | none: until its trainer says so | the trainer's end
+Explorer.opened | all parts serve | none: whoever asks has `START_S` | rank 0 fails
+Explorer._report | the next report | `runner_state_report_interval` | it reports
+rollout/pool.py
+EnginePool._ask | an engine's answer | none: the task's `max_timeout` | the engine is told to \
+stop
+EnginePool.abort | an engine | none: the task's `max_timeout` | -
+EnginePool.drain | its requests | none: `drain_s` of who asks | they run again elsewhere
+EnginePool.follow | a change of the members | none: until the synchronizer ends | the run ends
+EnginePool.generate | an engine that serves | none: the task's `max_timeout` | the task fails
+ResizableSemaphore.__aenter__ | a place | none: tasks end within `max_timeout` | -
+rollout/reward_pool.py
+RewardPool._ask | a worker loads | `_load_timeout_s` | killed
+RewardPool._heard | a reward | `timeout_s` in which its worker is not stopped; stopped: \
+`STOPPED_S` | killed; an outcome of its own; stopped: done again, once
+RewardPool.score | a free worker | none: others' rewards end within `timeout_s` | -
+RewardPool.close | groups under way | none: their workers are killed | -
+rollout/rewards/judge.py
+_asked | a judging model, and between two tries | the judge's `seconds` | the reward is an error
+rollout/runner.py
+Runner.run | one task | `max_timeout`, or the limit of its step | cancelled, tried again
+end | a cancelled workflow | `CANCEL_S` | left alone, without engines
+rollout/sandbox/__init__.py
+_ended | a cell's program | its `seconds` and `LATE_S` | killed, scored as a timeout
+_end | a killed cell | `LATE_S` twice | killed
+_tried | the first cell | twice `TRIAL_S` | the start fails
+rollout/sandbox/cell.py
+main | its watcher's end | none: the watcher ends the program after its `seconds` | -
+MemoryGroup.remove | its last process | a second | left to the kernel
+begin | a control group of its own | 0: it writes its number there | -
+wait | the program | its `seconds` | killed
+end_children | killed processes | the kernel | -
+rollout/worker_channel.py
+WorkerChannel.stage | the engine's workers | `sync_timeout` | the engine failed the round
+within_reach | the object store | `sync_timeout` | the engine failed the round
+WorkerChannel._is_worker | the word of who connects | `HELLO_S` | left
+rollout/workflows/environment.py
+EnvironmentWorkflow.episode | an episode | `timeout` of its workflow | the task fails, and is \
+tried again
+rollout/workflows/judges.py
+JudgedSingleTurn.said | an engine's answer | none: the task's `max_timeout` | the task is tried \
+again
+rollout/workflows/threads.py
+Waiting.wait | a coroutine of the explorer's loop | none: cancelled when the task is over, at \
+`max_timeout` | Abandoned
+_WaitingContext.__getattr__ | the same | none: as above, `max_timeout` | Abandoned
 run/actors.py
 Actors._begin | explorer opens | `REPLY_S` | the explorer failed
 Actors._get | a part starts | `START_S` | that part failed
@@ -33,11 +246,19 @@ Actors._tell | the explorer loads and opens | what is left of `BACK_S` | the exp
 Actors._watch | an actor's end | none: it is the wait for its death | it comes back, or the run \
 ends; stopped: `STOPPED_S`
 Actors.close | actors and threads end | a third of `shutdown_grace_s` each | killed
+give_way | what failed may be over | up to `LONGEST_PAUSE_S` | another process
+run/cards.py
+_asked | the driver's tool | `ASK_S` | the start says so
+ray_gpus | Ray's own words | `ASK_S` | the start says so
 run/cluster.py
 hold_rank_cards | GPUs of the ranks in Ray | `HOLD_S` | the start is refused
+await_engine_cards | GPUs of engines in Ray | `JOIN_S` | the run ends
 run/control_socket.py
-ControlSocket._serve | whoever asks `rft engines` | none: a thread of its own | nothing waits for it
+ControlSocket._serve | whoever asks `rft engines` | none: a thread of its own | nothing waits for \
+it
 ControlSocket.close | its thread | what is left of the grace | left behind, a daemon
+run/elastic.py
+until_ended | ports of killed ranks | `PAUSE_S` | ranks are started again
 run/fleet.py
 EngineFleet._ask | the synchronizer | the caller's; none for its news | dead: asked again every \
 `AGAIN_S` until it is back or the run ends
@@ -52,8 +273,8 @@ EngineFleet.describe | an engine's numbers | `STATS_S` | left out
 run/launch.py
 StageRun._close | killed ranks | the kernel | no signal is stronger
 StageRun._stop_ranks | ranks save and end | `RANKS_SHARE` of `shutdown_grace_s` | killed
-StageRun._ended | torch's launcher | none: it is the wait for its end | stopped, it or a \
-rank: killed after `STOPPED_S`
+StageRun._ended | torch's launcher | none: it is the wait for its end | stopped, it or a rank: \
+killed after `STOPPED_S`
 run/modes.py
 evaluate_checkpoints | engines load, sets are evaluated | `START_S`; none: `max_timeout` a task | \
 the run ends
@@ -62,6 +283,9 @@ run ends
 serve | versions, the address | `START_S`, `REPLY_S` | the run ends
 run/outer.py
 join | the killed watcher of stopped ranks | the kernel | -
+scontrol | Slurm | `SCONTROL_S` | the start fails
+run/rank.py
+tell | another, earlier failure | `SETTLE_S` | this one is told
 run/sidecar.py
 Sidecar._watch | the sidecar's end | none, looked at every `LOOK_S` | rank 0 ends; stopped: \
 killed after `STOPPED_S`
@@ -80,62 +304,6 @@ run/warden.py
 Warden.end | the killed warden | the kernel | -
 look | the supervisor tells, or is gone | `LOOK_S`, again and again | it looks who is there
 main | what a killed supervisor left | `ENDS_S` | killed
-trainer/control.py
-Evaluations._collect | an evaluation | `max_timeout` and `RETURN_S` | rank 0 fails
-Evaluations.at_startup | the explorer begins, or comes back | `RETURN_S` | rank 0 fails
-PoolNumbers.metrics | the explorer's numbers | 0: only if they are there | the last ones count
-QueueSource._call | the buffer, which may come back | `RETURN_S`; a batch: `max_read_timeout` and \
-`READ_MARGIN_S` | rank 0 fails
-await_engines | all parts serve | `START_S`, then `RETURN_S` | rank 0 fails
-trainer/trainer.py
-Trainer._evaluate | engines have the version | `sync_timeout` and `REPLY_S` | the rank fails
-Trainer._await_save | the last save | twice `agent_deadline_s` | once more, then the rank fails
-Trainer._finish | the last round | `sync_timeout` and `REPLY_S` | the rank fails
-Trainer._save | copies of earlier saves | 0: only if they are there | looked at again next step
-Trainer.fit | engines have the version | `sync_timeout` and `REPLY_S` | the rank fails
-rollout/adapter_serving.py
-AdapterServing._room | requests of an old adapter | `sync_timeout` | the engine fails the round
-rollout/engine.py
-RolloutEngine._watch_processes.sleep_until_one_ends | vLLM's processes end | none: it is the wait \
-for their death | the engine failed; stopped: `STOPPED_S`
-rollout/engine_weights.py
-Turns.request | the engine wakes | none: the task's `max_timeout` | the task is tried again
-Turns.sleep | requests under way | a share of `sync_timeout` | frozen as they are
-rollout/environments.py
-Environments.episode | a place among the episodes | none: the task's `max_timeout` | the task fails
-Episode._ask | an environment's step | `step_timeout` | its process is killed
-Episode.drive | an environment's whole episode | what is left of the task | its process is killed
-Host.ask | an environment's answer | the caller's limit | its process is killed
-Host.start | an environment's setup | `start_timeout` | its process is killed
-rollout/explorer.py
-Explorer._ask | the buffer | `STORE_S`; for slots `max_read_timeout` and `READ_MARGIN_S` | the \
-explorer failed
-Explorer._launch | a free runner | none: tasks end within `max_timeout` | -
-Explorer._make | room in the pipeline | none: groups in it have limits of their own | -
-Explorer._next | a selector's lessons | none: tasks end within `max_timeout` | -
-Explorer.base_url | its own start | none: whoever asks has `REPLY_S` | the run ends
-Explorer.evaluate | its own start | none: whoever asks has `RETURN_S` | rank 0 fails
-Explorer.explore | its own start | none: whoever asks has `RETURN_S` | rank 0 fails
-Explorer.finished | its own start | none: its supervisor has `START_S` for it | the run ends
-Explorer._readmit | a held explorer goes on | none: until its trainer says so | the trainer's end
-Explorer.opened | all parts serve | none: whoever asks has `START_S` | rank 0 fails
-rollout/pool.py
-EnginePool._ask | an engine's answer | none: the task's `max_timeout` | the engine is told to stop
-EnginePool.abort | an engine | none: the task's `max_timeout` | -
-EnginePool.drain | its requests | none: `drain_s` of who asks | they run again elsewhere
-EnginePool.follow | a change of the members | none: until the synchronizer ends | the run ends
-EnginePool.generate | an engine that serves | none: the task's `max_timeout` | the task fails
-ResizableSemaphore.__aenter__ | a place | none: tasks end within `max_timeout` | -
-rollout/reward_pool.py
-RewardPool._ask | a worker loads | `_load_timeout_s` | killed
-RewardPool._heard | a reward | `timeout_s` in which its worker is not stopped; stopped: \
-`STOPPED_S` | killed; an outcome of its own; stopped: done again, once
-rollout/runner.py
-Runner.run | one task | `max_timeout`, or the limit of its step | cancelled, tried again
-end | a cancelled workflow | `CANCEL_S` | left alone, without engines
-rollout/worker_channel.py
-WorkerChannel.stage | the engine's workers | `sync_timeout` | the engine failed the round
-within_reach | the object store | `sync_timeout` | the engine failed the round
 sync/buckets.py
 Staging.reserve | a bucket is installed | `sync_timeout` | the round failed
 sync/communicator.py
@@ -147,6 +315,7 @@ sync/connection.py
 Listener._listen | an engine's worker | none: a thread of its own | -
 Listener.close | its thread | none: it is woken | -
 PeerConnection.receive | the other end | `sync_timeout` of the socket | the round failed
+handshake | a listener | `sync_timeout` | PeerLost: the round failed
 sync/groups.py
 WorkerGroup.finish | a broadcast | `sync_timeout`, by the guard | aborted, the round failed
 Meeting.gather | members of a group | `sync_timeout` | the round failed
@@ -163,12 +332,15 @@ MemoryOrigin.renew | the thread that reads weights | `sync_timeout` | the round 
 MemoryOrigin.release | the thread that reads weights | `sync_timeout` | the ranks fail
 sync/passing.py
 Passing.run | its feeder | none: the feeder's messages have `sync_timeout` | -
+Passing._next | its feeder | none: the feeder's messages have `sync_timeout` | -
+Passing._feed_all | a free message | none: who walks ends it, within `sync_timeout` | -
 sync/publisher.py
 Origin.answer | the synchronizer | `sync_timeout` and `REPLY_S` | the ranks fail
 Origin.lead.again | the same, as it begins anew | `sync_timeout` and `REPLY_S` | the round fails, \
 and the ranks
 Probe._ask | an engine answers the probe | `ANSWER_S` | rank 0 fails
-Publisher.release | the round, where weights are read as they are | `sync_timeout` | the ranks fail
+Publisher.release | the round, where weights are read as they are | `sync_timeout` | the ranks \
+fail
 Publisher.rest | the round before engines sleep | `sync_timeout` | the ranks fail
 Publisher.start | the round before | `sync_timeout` | the ranks fail
 sync/receiver.py
@@ -183,18 +355,52 @@ VersionWindow.reading | a version is open | `sync_timeout` | the worker is refus
 WeightSender._admit | the plan | `sync_timeout` | the worker is refused
 sync/stored_versions.py
 Deposits.complete | all buckets are in the store | `sync_timeout` | the round failed
+SavedVersions.follow | a newer version | none: looked for every `LOOK_S` | -
 sync/synchronizer.py
 _met | an engine says what it holds | `MEET_S` | started again
 Synchronizer._published | the buffer | none: its callers' | the supervisor sees to the buffer
 Synchronizer._keep_up | an engine connects | none: rank 0's `sync_timeout` and `REPLY_S` | the \
 round failed
 Synchronizer._put_to_sleep | an engine sleeps | `sync_timeout` | taken out, started again
-Synchronizer._take | an engine's part of a round | none: rank 0's `sync_timeout` | the round failed
-Synchronizer._ready | a new process hears who lives | none: its callers' | the supervisor tells it
+Synchronizer._take | an engine's part of a round | none: rank 0's `sync_timeout` | the round \
+failed
+Synchronizer._ready | a new process hears who lives | none: its callers' | the supervisor tells \
+it
 Synchronizer._until | a change of the members | the caller's; none for who follows | -
 Synchronizer.join | an engine's workers | none: `REPLY_S` of the fleet | that engine's thread
 Synchronizer.publish | the buffer hears of it | none: rank 0's `sync_timeout` and `REPLY_S` | the \
 ranks fail
+tools/buffer.py
+from_database | a database | `CONNECT_S`, `STATEMENT_S` | the command fails
+tools/debug.py
+attempt | one task | none: its `max_timeout` | the command ends
+tools/demo.py
+absent | the demo's own Python | `ASK_S` | the command fails
+convert.said | the demo's own Python | `CONVERT_S` | the command fails
+tools/doctor.py
+of_slurm | a node | `NODE_S` | said of that node
+of_node | a node | `NODE_S` | said of that node
+tools/figures.py
+_measure | two ranks that measure this machine | `MEASURE_S` | killed, the command fails
+tools/init.py
+gpus_of_slurm | Slurm | `SINFO_S` | as if there were none
+tools/machine_check.py
+ports | its own connection | a number of its own, 5 s | said
+meet | two processes meet | twice `MEET_S` | killed, said
+links | the driver's tool | `MEET_S` | said
+trainer/control.py
+Evaluations._collect | an evaluation | `max_timeout` and `RETURN_S` | rank 0 fails
+Evaluations.at_startup | the explorer begins, or comes back | `RETURN_S` | rank 0 fails
+PoolNumbers.metrics | the explorer's numbers | 0: only if they are there | the last ones count
+QueueSource._call | the buffer, which may come back | `RETURN_S`; a batch: `max_read_timeout` and \
+`READ_MARGIN_S` | rank 0 fails
+await_engines | all parts serve | `START_S`, then `RETURN_S` | rank 0 fails
+trainer/trainer.py
+Trainer._evaluate | engines have the version | `sync_timeout` and `REPLY_S` | the rank fails
+Trainer._await_save | the last save | twice `agent_deadline_s` | once more, then the rank fails
+Trainer._finish | the last round | `sync_timeout` and `REPLY_S` | the rank fails
+Trainer._save | copies of earlier saves | 0: only if they are there | looked at again next step
+Trainer.fit | engines have the version | `sync_timeout` and `REPLY_S` | the rank fails
 """
 
 

@@ -102,26 +102,11 @@ def kill_rank(run: Run, killed: Iterable[psutil.Process] = ()) -> set[psutil.Pro
         psutil.wait_procs(family, timeout=0.1)
 
 
-def run_healing(arguments: list[str], kills: list[tuple[int, str]]) -> list[str]:
-    """Run to a good end by itself, though when each of these steps was told the actor of that name
-    is killed; returns what was said of it. Each death is said within DETECTED_S, and each actor is
-    another process before the next one is killed.
-    """
-    budget = f"cluster.max_restarts={len(kills)}"
-    with train(*arguments, budget) as run:
-        said = []
-        for step, actor in kills:
-            run.wait_step(step)
-            said.append(lose_actor(run, actor))
-        assert (run.end(), run.errors()) == (0, "")
-    return said
-
-
-def lose_actor(run: Run, actor: str) -> str:
+def lose_actor(run: Run, actor: str, within_s: float = DETECTED_S) -> str:
     """Kill -9 it; returns what is said of that once another process is in its place."""
     killed = run.find(f"ray::{actor}")
     killed.kill()
-    said = run.wait_for("it comes back", DETECTED_S).string
+    said = run.wait_for("it comes back", within_s).string
     await_process(run, f"ray::{actor}", killed)
     return said
 

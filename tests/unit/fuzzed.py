@@ -8,7 +8,9 @@ ended with an exception are told by `threading.excepthook`.
 """
 
 import asyncio
+import base64
 import gc
+import io
 import json
 import random
 import socket
@@ -22,8 +24,12 @@ from typing import Any
 
 import msgspec
 import psutil
+import pyarrow
 
+from rft.extras.environments import juicer_service as juicer
 from rft.ground.process import frame
+from rft.ground.rounds import Received, Round
+from rft.rollout.worker_channel import DIED, Hello, StageReport, WorkerChannel
 from rft.run.control_socket import NAME, ControlSocket, ask
 from rft.sync import plan as plans
 from rft.sync.connection import handshake
@@ -247,6 +253,118 @@ def page() -> Iterator[tuple[list[tuple[Open, bytes]], Callable[[], None]]]:
         thread.join(HANG_S)
 
 
+@contextmanager
+def engine_actor() -> Iterator[tuple[list[tuple[Open, bytes]], Callable[[], None]]]:
+    """Where an engine's workers get their orders."""
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+    over, told = asyncio.Event(), list[Any]()
+
+    async def serve() -> None:
+        loop.set_exception_handler(
+            lambda _, context: raised.append(repr(context.get("exception") or context["message"]))
+        )
+        told.append(await new())
+        ready.set()
+        await over.wait()
+        told[0][0].close()
+
+    async def new() -> tuple[WorkerChannel, str, str]:
+        made = WorkerChannel(1)
+        return made, *await made.open()
+
+    raised: list[str] = []
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert ready.wait(HANG_S)
+    channel, path, word = told[0]
+
+    def opened(*first: bytes, at: str = path) -> socket.socket:
+        made = socket.socket(socket.AF_UNIX)
+        made.settimeout(HANG_S)
+        made.connect(at)
+        for one in first:
+            made.sendall(one)
+        return made
+
+    report = StageReport(received=Received(digest="d"), number=1)
+
+    def stages(channel: WorkerChannel) -> list[Received]:
+        order = Round(version=1, timeout=HANG_S)
+        return asyncio.run_coroutine_threadsafe(channel.stage(order), loop).result(HANG_S)
+
+    def lives() -> None:
+        """Strangers are none of its workers; who has said the word and then nonsense has died."""
+        assert not raised, raised
+        fresh, at, known = asyncio.run_coroutine_threadsafe(new(), loop).result(HANG_S)
+        with opened(said(Hello(word="x")), at=at), opened(said(Hello(word=known)), at=at) as good:
+            good.sendall(said(report))
+            assert stages(fresh) == [report.received]
+            good.sendall(frame(b"\xc1"))
+            assert stages(fresh) == [DIED]
+        loop.call_soon_threadsafe(fresh.close)
+
+    try:
+        yield (
+            [
+                (opened, said(Hello(word=word))),
+                (lambda: opened(said(Hello(word=word))), said(report, report)),
+            ],
+            lives,
+        )
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(HANG_S)
+        loop.close()
+
+
+@contextmanager
+def juicer_service() -> Iterator[tuple[list[tuple[Open, bytes]], Callable[[], None]]]:
+    """Our service around Data-Juicer, with a session that has no operators."""
+    session = juicer.JuicerSession.__new__(juicer.JuicerSession)
+    session.asked, session.operators = {}, []
+
+    class Service(juicer.JuicerService):
+        token, sessions = TOKEN, {"x": session}
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = juicer.JuicerListener(("127.0.0.1", 0), Service)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    here = tcp("127.0.0.1", server.server_port)
+    key = f"Authorization: Basic {base64.b64encode(f'rft:{TOKEN}'.encode()).decode()}"
+    rows, sink = pyarrow.Table.from_pylist([{"text": "a", "reward": 1.0}] * 3), io.BytesIO()
+    with pyarrow.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_table(rows)
+    parts = [(b'"session_id"', b"x"), (b'"arrow_data"; filename="a"', sink.getvalue())]
+    body = b"".join(
+        b"--b\r\nContent-Disposition: form-data; name=" + name + b"\r\n\r\n" + data + b"\r\n"
+        for name, data in parts
+    )
+    body += b"--b--\r\n"
+    form = "POST /process_experience HTTP/1.1\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+    good = [
+        f"{form}{key}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body,
+        request("/create", {"operators": []}, key),
+        request("/close", {"session_id": "y"}, key),
+        request("/process_task", {"session_id": "y"}),
+        b"GET /health HTTP/1.1\r\n\r\n",
+    ]
+
+    def lives() -> None:
+        for asked, answer in ((good[0], b"200 OK"), (good[3], b" 401 "), (good[4], b"200 OK")):
+            with here() as made:
+                made.sendall(asked)
+                assert answer in to_its_end(made, HANG_S / 2), asked[:60]
+
+    try:
+        yield [(here, one) for one in good], lives
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(HANG_S)
+
+
 def to_its_end(made: socket.socket, patience_s: float = 0.02) -> bytes:
     """What comes back. Who still waits for more is told, after a moment, that nothing comes: then
     it need not be waited for until its own deadline.
@@ -277,6 +395,8 @@ def listeners(directory: Path) -> dict[str, Any]:
         "supervisor": lambda: supervisor(directory),
         "endpoint": lambda: endpoint(directory),
         "page": page,
+        "engine actor": engine_actor,
+        "Data-Juicer's service": juicer_service,
     }
 
 

@@ -12,8 +12,10 @@ import pwd
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -41,6 +43,42 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def proxied(url: str) -> Iterator[tuple[str, threading.Event]]:
+    """The same database through a proxy, which hands on for as long as the event is set. It keeps
+    every connection, and takes new ones, all the same.
+    """
+    address = urlsplit(url)
+    flows, made = threading.Event(), list[socket.socket]()
+    flows.set()
+
+    def hand_on(here: socket.socket, there: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := here.recv(2**16):
+                flows.wait()
+                there.sendall(data)
+            there.shutdown(socket.SHUT_WR)
+
+    def take(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                near = listener.accept()[0]
+                far = socket.create_connection((address.hostname, address.port))
+                made.extend((near, far))
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=hand_on, args=ends, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=take, args=(listener,), daemon=True).start()
+        try:
+            yield url.replace(f":{address.port}/", f":{listener.getsockname()[1]}/"), flows
+        finally:
+            flows.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            for one in made:
+                one.close()
 
 
 @contextlib.contextmanager

@@ -100,6 +100,15 @@ def check_views(db: sql.Connection, name: str, progress: Progress) -> None:
         (name, step, lease.run_epoch) for name, step, lease in leases
     }
     at = {g.number: (name, step) for name, step, lease in leases for g in lease.groups}
+    done = db.execute(  # as docs/buffers.md asks for them
+        sql.text(
+            f"select g.number, g.trainer, g.step from {name}_groups g join {name}_trainers t "
+            "on t.name = g.trainer where g.state = 'stored' and g.step < t.version"
+        )
+    )
+    assert {tuple(row) for row in done} == {
+        (number, *by) for number, by in at.items() if by[1] < progress.courses[by[0]].finished
+    }
     known = seen("groups", "number, explorer, run_epoch, state, size, trained, trainer, step")
     lost = {row for row in known if row[3] in ("failed", "evicted")}
     assert known - lost == {

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,14 @@ from typing import Any
 import pytest
 
 from rft.config import DataJuicerConfig, ExperiencePipelineConfig, OperatorConfig
-from rft.extras.pipeline.data_juicer import JuicerClient, JuicerError, JuicerServer, free_port
+from rft.extras.environments.juicer_service import JuicerListener, JuicerService
+from rft.extras.pipeline.data_juicer import (
+    JuicerClient,
+    JuicerError,
+    JuicerServer,
+    Refused,
+    free_port,
+)
 from rft.extras.pipeline.experiences import ExperiencePipeline
 from rft.extras.pipeline.worker_process import OperatorFailed
 from rft.ground.experience import Experience
@@ -218,6 +226,35 @@ def test_the_start_has_a_deadline_and_a_late_service_is_waited_for(tmp_path: Pat
         late.stop()
 
     asyncio.run(scenario())
+
+
+def test_our_service_answers_who_has_its_token_which_is_in_no_words() -> None:
+    class Service(JuicerService):
+        token = "a-token"
+
+    async def said(url: str) -> str:
+        client = JuicerClient(url, 5.0)
+        await client.health()
+        with pytest.raises(Refused) as refused:
+            await client.create({"operators": []})
+        await client.close()
+        return str(refused.value)
+
+    async def scenario(port: int) -> None:
+        assert "401" in await said(f"http://127.0.0.1:{port}")
+        assert "401" in await said(f"http://rft:another@127.0.0.1:{port}")
+        known = await said(f"http://rft:a-token@127.0.0.1:{port}")
+        assert "400: there are no operators" in known and "a-token" not in known
+
+    server = JuicerListener(("127.0.0.1", 0), Service)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        asyncio.run(scenario(server.server_port))
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def test_a_port_that_is_taken_is_not_trusted(tmp_path: Path, url: str) -> None:

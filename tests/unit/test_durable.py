@@ -12,7 +12,7 @@ import signal, sys
 from pathlib import Path
 from rft.ground import durable
 print("waits", flush=True)
-print(durable.lock(Path(sys.argv[1]), wait=True), flush=True)
+print(durable.lock(Path(sys.argv[1]), wait_s=60.0), flush=True)
 signal.pause()
 """
 
@@ -33,5 +33,8 @@ def test_a_lock_is_waited_for_and_goes_with_its_holder(tmp_path: Path) -> None:
             first.send_signal(signal.SIGKILL)
             assert int(second.stdout.readline()) > 2  # type: ignore[union-attr]
             assert durable.lock(path) is None
+            assert durable.lock(path, wait_s=2 * durable.LOOK_S) is None, (
+                "it is not waited for ever"
+            )
             second.kill()
     assert not durable.is_locked(path)

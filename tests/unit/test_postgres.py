@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from rft.buffer.sql_schema import Tables
 from rft.buffer.sql_tables import check_database, connect
 from rft.buffer.sql_turns import counted
 from rft.config import ConfigError, ExperienceBufferConfig
-from tests.unit.postgres import PASSWORD, postgres
+from tests.unit.postgres import PASSWORD, postgres, proxied
 from tests.unit.sql_world import buffer, check_views, exactly_once, older_tables, rows
 
 
@@ -139,6 +140,64 @@ def test_who_stands_still_in_a_transaction_holds_the_others_up_for_a_limited_tim
 
     asyncio.run(asyncio.wait_for(test(), 60))
     stopped.dispose()
+
+
+def until(true: Callable[[], bool]) -> Awaitable[None]:
+    async def wait() -> None:
+        while not true():
+            await asyncio.sleep(0.01)
+
+    return asyncio.wait_for(wait(), 60)
+
+
+def test_a_partition_in_a_call_is_waited_out_and_nothing_is_done_twice(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All connections stay open and nothing comes: the kernel's probes are answered."""
+    monkeypatch.setattr(sql_patience, "CALL_S", 0.5)
+    monkeypatch.setattr(sql_patience, "CONNECT_S", 2)
+
+    async def test(there: str, flows: threading.Event) -> None:
+        mine = buffer(there, name="partition")
+        await mine.attach_explorer("e")
+        assert await mine.admit("e", b"t", {}) == 0
+        flows.clear()
+        calls = [
+            asyncio.create_task(mine.put(0, rows(1.0))),
+            asyncio.create_task(mine.admit("e", b"t", {"next": 1})),
+        ]
+        await until(lambda: mine._counts["database_retries"] > 1)
+        assert not any(call.done() for call in calls)
+        flows.set()
+        assert await asyncio.gather(*calls) == [None, 1]
+        found = await mine.stats()
+        assert (found["stored"], found["running_groups"]) == (1, 1)
+        await mine.shutdown()
+
+    with proxied(url) as (there, flows):
+        asyncio.run(asyncio.wait_for(test(there, flows), 120))
+
+
+def test_a_partition_that_stays_ends_the_call_at_its_deadline(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sql_patience, "CALL_S", 0.5)
+    monkeypatch.setattr(sql_patience, "CONNECT_S", 2)
+
+    async def test(there: str, flows: threading.Event) -> None:
+        mine = buffer(there, name="for_good")
+        watching = asyncio.create_task(mine.watch())
+        await mine.attach_explorer("e")
+        flows.clear()
+        with pytest.raises(JournalError, match=r"no answer in 0.5 s|[tT]imeout|timed out"):
+            await mine._do(lambda db: db.execute(sql.text("select 1")), patience=1.0)
+        with pytest.raises(JournalError):
+            await watching
+        flows.set()
+        await mine.shutdown()
+
+    with proxied(url) as (there, flows):
+        asyncio.run(asyncio.wait_for(test(there, flows), 60))
 
 
 def test_a_lost_server_ends_the_run_and_no_message_has_the_password(

@@ -285,6 +285,38 @@ def test_what_a_library_wrote_past_python_is_overwritten_at_the_end(tmp_path: Pa
     assert (tmp_path / "part.log").stat().st_size == size and redact.scrub(tmp_path) == []
 
 
+HOLDS = """
+import os, sys, signal
+from pathlib import Path
+from rft.monitor import logs
+attempt = logs.new_attempt(Path(sys.argv[1]))
+os.write(os.open(attempt / "part.log", os.O_CREAT | os.O_WRONLY), os.environ["HF_TOKEN"].encode())
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def test_what_a_killed_attempt_left_is_scrubbed_at_the_next_start(tmp_path: Path) -> None:
+    """And what a living one has is its own to end."""
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    attempts = [tmp_path / "logs" / f"attempt_{number}" for number in range(1, 5)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None and first.stdout.readline() == b"ready\n"
+        assert logs.new_attempt(tmp_path) == attempts[1]
+        with pytest.raises(AssertionError):
+            assert_clean(attempts[0])
+        first.kill()
+    assert logs.new_attempt(tmp_path) == attempts[2]
+    assert_clean(tmp_path)
+    (attempts[2] / "part.log").write_text(TEXT)
+    logs.end_attempt(attempts[2])
+    assert_clean(tmp_path)
+    (attempts[0] / "part.log").write_text("it is not looked through again: " + TEXT)
+    logs.end_attempt(logs.new_attempt(tmp_path))
+    with pytest.raises(AssertionError):
+        assert_clean(attempts[0])
+
+
 def test_a_file_that_cannot_be_read_keeps_no_other_from_being_scrubbed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

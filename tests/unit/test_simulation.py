@@ -5,6 +5,7 @@ One run again, with what it did: `python -m tests.simulation.run SEED`.
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
@@ -15,7 +16,7 @@ from rft.buffer import progress as records
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.journal import Journal
 from rft.buffer.ledger import Ledger
-from rft.buffer.progress import Progress, StepSize
+from rft.buffer.progress import Progress
 from rft.rollout.explorer import Explorer
 from rft.run import restarts
 from rft.run.restarts import Restarts
@@ -25,6 +26,7 @@ from tests.simulation.run import Broken, Run
 
 SEEDS, MANY = 300, 20_000
 FOUND_WITHIN = 2_000
+OF_PLANTS = ("TypeError", "AttributeError", "NameError", "UnboundLocalError", "ImportError")
 
 
 @pytest.fixture(autouse=True)
@@ -154,8 +156,8 @@ def a_batch_that_is_grouped_anew(patch: pytest.MonkeyPatch) -> None:
 def a_slot_too_many(patch: pytest.MonkeyPatch) -> None:
     ahead = Progress.steps_ahead
 
-    def fewer(self: Progress, published: int, size: StepSize, before: int | None = None) -> int:
-        return ahead(self, published, size, before) - 1
+    def fewer(self: Progress, *args: Any, **kwargs: Any) -> int:
+        return ahead(self, *args, **kwargs) - 1
 
     patch.setattr(Progress, "steps_ahead", fewer)
 
@@ -312,6 +314,13 @@ def a_cause_that_is_the_last(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Restarts, "first", property(lambda self: self._deaths[-1][1]))
 
 
+def is_the_plants_own(error: Broken) -> bool:
+    """Whether what was found is a plant that does not fit the product any more. By its words: an
+    error that went through the simulated network is another one.
+    """
+    return bool(re.search(rf"\b({'|'.join(OF_PLANTS)}):", str(error).splitlines()[0]))
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, first = PLANTED[name]
@@ -320,6 +329,7 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
         try:
             Run(seed).check()
         except Broken as error:
+            assert not is_the_plants_own(error), error
             print(f"{name}: {str(error).splitlines()[0]}")
             return
     raise AssertionError(f"{name} was not found in {FOUND_WITHIN} runs")

@@ -5,18 +5,27 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rft.tools.waits import PLACES, declared
+from rft.tools.waits import declared
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rft"
 CALLS = {
     *("ray.get", "ray.wait", "select.select", "await_end", "end_descendants", "accepted"),
     *("asyncio.wait", "asyncio.wait_for", "asyncio.timeout", "answered"),
+    *("asyncio.sleep", "time.sleep", "os.wait", "os.waitpid", "fcntl.flock"),
+    *("subprocess.run", "socket.create_connection", "urllib.request.urlopen"),
 }
-# methods of processes, conditions, events, threads, futures, sockets
+# methods of processes, conditions, events, threads, futures, sockets, HTTP connections
 METHODS = {
     *("wait", "wait_for", "wait_procs", "communicate", "poll", "accept", "recv", "recv_into"),
-    *("result", "acquire"),
+    *("result", "acquire", "getresponse"),
 }
+OF_DATABASES = re.compile(r"\bengine\.(begin|connect)$")
+OF_THREADS = re.compile(r"thread.*\.join$|^feeder\.join$")
+# what looks like one
+AT_ONCE = re.compile(
+    r"(process|child|trial)\.poll$|select\.poll$|os\.waitpid\(.*WNOHANG"
+    r"|(HydraConfig|RAISED|captured)\.get$|accepted\(raw"
+)
 
 
 def is_wait(node: ast.AST) -> bool:
@@ -30,16 +39,18 @@ def is_wait(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     name = ast.unparse(node.func)
-    if name in CALLS:
+    if AT_ONCE.search(name) or AT_ONCE.search(ast.unparse(node)):
+        return False
+    if name in CALLS or OF_DATABASES.search(name) or OF_THREADS.search(name):
         return True
     if not isinstance(node.func, ast.Attribute):
         return False
-    is_thread = node.func.attr == "join" and ("thread" in name or name == "feeder.join")
+    given = bool(node.args or node.keywords)
+    of_queue = not given or any(one.arg == "timeout" for one in node.keywords)
     return (
         node.func.attr in METHODS
-        or is_thread
-        or name == "events.get"
-        or name.endswith(".events.get")
+        or (node.func.attr == "join" and not given)
+        or (node.func.attr == "get" and of_queue)
     )
 
 
@@ -54,16 +65,12 @@ def waits(node: ast.AST, within: tuple[str, ...] = ()) -> Iterator[str]:
             yield from waits(child, within)
 
 
-def found_in(directory: str) -> set[str]:
-    return {
+def test_every_wait_says_for_whom_how_long_and_what_then() -> None:
+    there = {
         f"{path.relative_to(PACKAGE)} {function}"
-        for path in (PACKAGE / directory).glob("*.py")
+        for path in PACKAGE.rglob("*.py")
         for function in waits(ast.parse(path.read_text(encoding="utf-8")))
     }
-
-
-def test_every_wait_says_for_whom_how_long_and_what_then() -> None:
-    there = set().union(*map(found_in, PLACES))
     said = [f"{one.file} {one.function}" for one in declared()]
     assert len(said) == len(set(said))
     assert there - set(said) == set(), "these wait, and rft/tools/waits.py does not declare it"
@@ -89,10 +96,20 @@ class Part:
     def join(self):
         self.thread.join()
         ", ".join(self.names)
+    def nap(self):
+        while self.names.get("a"):
+            time.sleep(1)
+    def ask(self):
+        with self.engine.begin() as db:
+            return db
+    def take(self):
+        return self.queue.get()
     def look(self):
         return self.state
 """
-    assert set(waits(ast.parse(source))) == {"Part.hang", "Part.hang.inner", "Part.join"}
+    assert set(waits(ast.parse(source))) == {
+        *("Part.hang", "Part.hang.inner", "Part.join", "Part.nap", "Part.ask", "Part.take")
+    }
 
 
 # who tells the time of day, or a stamp that others read; a step of the clock changes what is told

@@ -6,7 +6,9 @@ import json
 import re
 import struct
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import browser
@@ -39,6 +41,30 @@ def reward(response, truth, task, api_key="", **args):
 '''
 
 
+@contextmanager
+def process_table(run: runs.Run) -> Iterator[set[str]]:
+    """Command lines of all processes of the run meanwhile, looked at again and again; but of the
+    one that was started here, whose words are the user's own.
+    """
+    found, over = set[str](), threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.1):
+            for process in run.family():
+                if process.pid != run.process.pid:
+                    with suppress(OSError):  # it has ended
+                        words = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+                        found.add(words.replace(b"\0", b" ").decode(errors="replace").strip())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Its directory, after the run."""
@@ -68,7 +94,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 f"{assets / 'eval.jsonl'}, {PLAIN}}}]"
             ),
         )
-        with runs.train(*arguments) as run:
+        with runs.train(*arguments) as run, process_table(run) as lines:
             run.wait_step(5)
             sockets = listening.listening(run.family())
             run.find("rft.run.rank ").kill()
@@ -76,6 +102,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             printed = "\n".join(run.lines) + run.errors()
         report.write(root / "rft" / "seen")
         timeline.write(root / "rft" / "seen")
+        (root / "processes.json").write_text(json.dumps(sorted(lines)))
         (root / "sockets.json").write_text(json.dumps(sorted(sockets)))
         patch.setenv("RFT_SECRET_OF_THE_CONFIG", IN_CONFIG)
         assert redact.text(printed) == printed, "a secret was printed to the terminal"
@@ -120,6 +147,14 @@ def test_no_secret_is_in_any_log_of_rays(job: Path) -> None:
     assert any("runtime_env" in path.name for path in files), "the log that had them"
     secrets = [value.encode() for value in (*PLANTED.values(), IN_CONFIG, OF_EXPLORER)]
     assert [path for path in files if any(one in path.read_bytes() for one in secrets)] == []
+
+
+def test_no_secret_is_in_the_process_table(job: Path) -> None:
+    lines = json.loads((job.parents[1] / "processes.json").read_text())
+    for part in ("rft.run.rank", "ray::Explorer", "ray::RolloutEngine", "VLLM", "raylet"):
+        assert any(part in line for line in lines), f"{part} was seen"
+    secrets = (*PLANTED.values(), IN_CONFIG, OF_EXPLORER)
+    assert [line for line in lines if any(secret in line for secret in secrets)] == []
 
 
 def test_the_careless_reward_was_really_called_with_it(job: Path) -> None:

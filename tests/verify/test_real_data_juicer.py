@@ -91,7 +91,11 @@ def test_what_an_operator_lacks_is_said_and_never_installed(tmp_path: Path) -> N
 
     async def refusals() -> list[str]:
         server, said = JuicerServer(STARTED, tmp_path / "log"), []
-        client = JuicerClient(await server.start(), 60.0)
+        stranger = JuicerClient(await server.start(), 60.0)
+        with pytest.raises(Refused, match="without the token"):
+            await stranger.create({"operators": [{"clean_links_mapper": {}}]})
+        await stranger.close()
+        client = JuicerClient(server.address, 60.0)
         try:
             for asked in (
                 {"perplexity_filter": {}},

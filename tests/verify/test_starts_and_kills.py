@@ -15,7 +15,8 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -29,7 +30,8 @@ from runs import START_S, Run, is_one_line, overrides, step_rows, train, write_a
 STARTS = int(os.environ.get("RFT_STARTS", "100"))
 WITH_ENGINES = 5  # one start in so many; the others train from a file
 LONGEST_S = {True: 40.0, False: 15.0}  # until the kill: with engines, and without
-DIES_ALONE_S = 10.0  # 5 on a quiet machine
+DIES_ALONE_S = 5.0  # of a core: on a quiet machine of the clock, else of what it gives to each
+HANGS_S = 60.0  # of the clock, however busy the machine is
 STEPS = 6
 LIMITED = """
 import os, resource, sys
@@ -63,15 +65,47 @@ def shared() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-def lose(run: Run, moment: float, alone: bool) -> None:
+@contextmanager
+def core_time(run: Run) -> Iterator[Callable[[], float]]:
+    """Seconds for which a process that always has something to do has had a core since then: as
+    many as have passed where nobody else wants one.
+    """
+    process = psutil.Popen([sys.executable, "-c", "while True: pass"])
+    run.before.add(process.pid)  # it is none of the run's
+
+    def had() -> float:
+        return sum(process.cpu_times()[:2])
+
+    try:
+        while not had():
+            psutil.wait_procs([process], timeout=0.01)
+        began = had()
+        yield lambda: had() - began
+    finally:
+        process.kill()
+        process.wait()
+
+
+def die_alone(run: Run) -> tuple[float, float]:
+    """Kill its supervisor; seconds, of the clock and of a core, until all of it has ended."""
+    with core_time(run) as had:
+        run.process.kill()
+        began = time.monotonic()
+        run.process.wait()
+        while family := run.family():
+            assert had() < DIES_ALONE_S, f"still alive after {had():.1f} s of a core: {family}"
+            assert time.monotonic() < began + HANGS_S, f"still alive: {family}"
+            psutil.wait_procs(family, timeout=0.1)
+        return round(time.monotonic() - began, 1), round(had(), 1)
+
+
+def lose(run: Run, moment: float, alone: bool) -> tuple[float, float] | None:
     deadline = time.monotonic() + moment
     while run.process.poll() is None and time.monotonic() < deadline:
         psutil.wait_procs([psutil.Process(run.process.pid)], timeout=deadline - time.monotonic())
-    if alone:
-        run.process.kill()
-        run.process.wait()
-        run.await_extinction(DIES_ALONE_S)
+    took = die_alone(run) if alone else None
     run.kill_everything()
+    return took
 
 
 def test_nothing_is_left(tmp_path: Path, temporary: Path) -> None:
@@ -84,13 +118,15 @@ def test_nothing_is_left(tmp_path: Path, temporary: Path) -> None:
         f"checkpoint_root_dir={tmp_path}",
     ]
     grpo = overrides(tmp_path, "grpo", assets, "trainer.total_steps=100000")
-    before, after_kill = shared(), list[tuple[int, int]]()
+    before, after_kill, took = shared(), list[tuple[int, int]](), list[tuple[float, float]]()
     for number in range(STARTS):
         engines, alone = number % WITH_ENGINES == 0, dice.random() < 0.5
         with train(*(grpo if engines else [*sft, "name=sft"])) as run:
-            lose(run, dice.uniform(0.5, LONGEST_S[engines]), alone)
+            seconds = lose(run, dice.uniform(0.5, LONGEST_S[engines]), alone)
+        took += [seconds] if seconds else []
         after_kill.append((len(list(temporary.rglob("*"))), len(shared() - before)))
     print(f"left by each kill (temporary files, shared memory): {after_kill}")
+    print(f"ended by itself after (s of the clock, of a core): {took}")
     with train(*sft, "name=last", "trainer.total_steps=1") as run:  # its start sweeps
         assert (run.end(), run.errors()) == (0, "")
     left = [

@@ -7,13 +7,17 @@ In: operators of Data-Juicer by name, or a recipe's file; rows, as an Arrow stre
 rows, with what filters computed in `__dj__stats__`. Invariants: an operator that raises is an
 answer 500 with its words; nothing is ever installed: Data-Juicer would install what an operator
 lacks, torch above all, here it is said; what needs no torch itself runs without it, because
-operators are called batch by batch, and never through Data-Juicer's executors.
+operators are called batch by batch, and never through Data-Juicer's executors; only who has the
+token that this was started with (the variable TOKEN) is answered, and what is malformed, or comes
+too slowly, ends its own connection.
 
     python -I juicer_service.py --port N | --check     (-I: no module beside it is imported)
 """
 
 import argparse
+import base64
 import email
+import hmac
 import importlib.metadata
 import io
 import json
@@ -27,6 +31,9 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE, MAJOR = "py-data-juicer", "1"
+TOKEN = "RFT_JUICER_TOKEN"
+LARGEST = 2**30  # bytes of a request: the experiences of a group
+SILENT_S = 20.0  # in which nothing of a request comes
 STATS, META = "__dj__stats__", "__dj__meta__"
 BATCH = 1000
 RECIPE = ("process", "text_keys")  # of a recipe's file, what is done
@@ -223,39 +230,59 @@ class JuicerService(BaseHTTPRequestHandler):
     sessions: "dict[str, JuicerSession]" = {}
     one_at_a_time = threading.Lock()  # operators are no friends of threads
 
+    token = ""  # none: nobody is asked for one
+    timeout = SILENT_S
+
     def do_GET(self) -> None:
         self.say(200 if self.path == "/health" else 404, {"status": "ok"})
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
         try:
+            body = self.asked()
             if self.path not in ("/create", "/process_experience", "/process_task", "/close"):
                 raise Wrong(404, f"there is no {self.path}")
             with self.one_at_a_time:
                 getattr(self, self.path[1:])(body)
         except Wrong as wrong:
             self.say(wrong.args[0], {"error": wrong.args[1]})
+        except ConnectionError:
+            raise  # nobody is there to be told
         except Exception as error:  # an operator's: the answer says so
             traceback.print_exc()
             self.say(500, {"error": " ".join(str(error).split())[:600]})
 
+    def asked(self) -> bytes:
+        """The body of a request of somebody who has the token."""
+        given = self.headers.get("Authorization", "").encode()
+        basic = base64.b64encode(f"rft:{self.token}".encode())
+        if self.token and not hmac.compare_digest(given, b"Basic " + basic):
+            raise Wrong(401, "it is asked without the token that it was started with")
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal() and int(length[:20]) <= LARGEST):
+            raise Wrong(400, f"Content-Length is no number up to {LARGEST}")
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            raise Wrong(400, "the request ended inside its body")
+        return body
+
     def create(self, body: bytes) -> None:
         name = uuid.uuid4().hex
-        self.sessions[name] = JuicerSession(json.loads(body))
+        self.sessions[name] = JuicerSession(record(body))
         self.say(200, {"session_id": name})
 
     def process_experience(self, body: bytes) -> None:
         import pyarrow as pa
 
-        head = b"Content-Type: " + self.headers["Content-Type"].encode() + b"\r\n\r\n"
-        form: Any = email.message_from_bytes(head + body)
-        parts = {
-            part.get_param("name", header="content-disposition"): part.get_payload(decode=True)
-            for part in form.get_payload()
-        }
-        session = self.session(parts["session_id"].decode().strip())
-        with pa.ipc.open_stream(parts["arrow_data"]) as reader:
-            rows = session.process(reader.read_all().to_pylist())
+        parts = form(self.headers.get("Content-Type", ""), body)
+        session = self.session(parts["session_id"].decode(errors="replace").strip())
+        try:
+            with pa.ipc.open_stream(parts["arrow_data"]) as reader:
+                table = reader.read_all()
+                table.validate(full=True)
+            rows = table.to_pylist()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise Wrong(400, f"arrow_data is no Arrow stream: {error}") from error
+        rows = session.process(rows)
         table = pa.Table.from_pylist([without_empty(row) for row in rows])
         sink = io.BytesIO()
         with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -263,16 +290,16 @@ class JuicerService(BaseHTTPRequestHandler):
         self.send(200, sink.getvalue(), {"X-Metrics": json.dumps({"sample_num": len(rows)})})
 
     def process_task(self, body: bytes) -> None:
-        self.say(200, {"metrics": self.session(json.loads(body)["session_id"]).process_task()})
+        self.say(200, {"metrics": self.session(record(body).get("session_id")).process_task()})
 
     def close(self, body: bytes) -> None:
-        known = self.sessions.pop(json.loads(body)["session_id"], None)
+        known = self.sessions.pop(str(record(body).get("session_id")), None)
         self.say(200 if known else 404, {"message": "closed"})
 
-    def session(self, name: str) -> JuicerSession:
-        if name not in self.sessions:
+    def session(self, name: Any) -> JuicerSession:
+        if str(name) not in self.sessions:
             raise Wrong(404, "there is no such session")
-        return self.sessions[name]
+        return self.sessions[str(name)]
 
     def say(self, status: int, answer: "dict[str, Any]") -> None:
         self.send(status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
@@ -284,6 +311,41 @@ class JuicerService(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+
+class JuicerListener(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Who has gone is in no log, anything else is, in a line."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, ConnectionError):
+            print(f"a request failed: {type(error).__name__}: {error}", flush=True)
+
+
+def record(body: bytes) -> "dict[str, Any]":
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Wrong(400, f"the request is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise Wrong(400, "the request is no JSON object")
+    return found
+
+
+def form(kind: str, body: bytes) -> "dict[str, bytes]":
+    """Its two parts."""
+    message = email.message_from_bytes(
+        f"Content-Type: {kind}\r\n\r\n".encode("latin-1", "replace") + body
+    )
+    payload: Any = message.get_payload() if message.is_multipart() else []
+    found = {
+        str(part.get_param("name", header="content-disposition")): part.get_payload(decode=True)
+        for part in payload
+    }
+    if not all(isinstance(found.get(name), bytes) for name in ("session_id", "arrow_data")):
+        raise Wrong(400, "the request has no session_id and arrow_data")
+    return found
 
 
 def main() -> None:
@@ -299,7 +361,8 @@ def main() -> None:
     os.environ.pop("PYTHONPATH", None)  # nor is rft's own Python a place that has it
     import data_juicer.core  # noqa: F401  before it serves: it takes seconds
 
-    server = ThreadingHTTPServer(("127.0.0.1", given.port), JuicerService)
+    JuicerService.token = os.environ.pop(TOKEN, "")
+    server = JuicerListener(("127.0.0.1", given.port), JuicerService)
     print(f"{PACKAGE} {found} at {server.server_port}", flush=True)
     server.serve_forever()
 

@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
 import shlex
 import socket
 import subprocess
@@ -40,6 +41,7 @@ from rft.rollout.environments import ADAPTERS, PLACE
 log = logging.getLogger(__name__)
 THEIRS = "{python} -m trinity.service.data_juicer.server.server --host 127.0.0.1 --port {port}"
 SERVICE = ADAPTERS / "juicer_service.py"
+TOKEN = "RFT_JUICER_TOKEN"  # as the service calls it
 TRIES = 3  # with another port each
 LOOK_S = 0.1  # between two questions whether it serves: nothing tells
 ANSWER_S = 5.0
@@ -67,13 +69,18 @@ class JuicerPortTaken(JuicerError):
 
 
 class JuicerClient:
-    """Rows go to the service as Arrow, what it makes of them comes back."""
+    """Rows go to the service as Arrow, what it makes of them comes back. `url`: a name and a
+    password in it go along with every question, and into no words.
+    """
 
     def __init__(self, url: str, timeout_s: float) -> None:
         import httpx
 
-        self.url, self.timeout_s = url.rstrip("/"), timeout_s
-        self._http = httpx.AsyncClient(timeout=timeout_s)
+        who, _, where = url.rstrip("/").rpartition("@")
+        scheme, _, who = who.rpartition("//")
+        name, _, password = who.partition(":")
+        self.url, self.timeout_s = f"{scheme}//{where}" if scheme else where, timeout_s
+        self._http = httpx.AsyncClient(timeout=timeout_s, auth=(name, password) if who else None)
 
     async def health(self) -> None:
         await self._call("GET", "/health")
@@ -194,7 +201,8 @@ def command(config: DataJuicerConfig) -> str:
 
 class JuicerServer:
     """A service of this run, `service.data_juicer.auto_start`: the URL at which the process that
-    was started here answers. `log_file`: where it prints to.
+    was started here answers. `log_file`: where it prints to; `address`: the URL with the token that
+    ours wants, once it serves.
     """
 
     def __init__(self, config: DataJuicerConfig, log_file: Path) -> None:
@@ -224,7 +232,7 @@ class JuicerServer:
             f"{self.log_file}{self._last()}"
         )
 
-    is_serving = False
+    is_serving, address = False, ""
 
     def stop(self) -> None:
         """Kill it with all that it started."""
@@ -235,6 +243,7 @@ class JuicerServer:
     async def _start_at(self, port: int) -> str:
         words = command(self.config).format(port=port, python=shlex.quote(sys.executable))
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        token = secrets.token_hex(16)
         with self.log_file.open("ab") as output:
             self.process = subprocess.Popen(
                 tied(shlex.split(words)),
@@ -242,7 +251,7 @@ class JuicerServer:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=foreign("rewards") | python_path(),
+                env=foreign("rewards") | python_path() | {TOKEN: token},
             )
         client = JuicerClient(f"http://127.0.0.1:{port}", ANSWER_S)
         try:
@@ -262,6 +271,7 @@ class JuicerServer:
                     await asyncio.to_thread(self.stop)
                     raise JuicerPortTaken(f"another process answers at port {port}")
                 self.is_serving = True
+                self.address = f"http://rft:{token}@127.0.0.1:{port}"
                 return client.url
         finally:
             await client.close()
@@ -311,7 +321,8 @@ def free_port(reserve: bool = True) -> int:
         server.bind(("127.0.0.1", 0))
         if reserve:
             server.listen(1)
-            with socket.create_connection(server.getsockname()) as client:
+            server.settimeout(ANSWER_S)
+            with socket.create_connection(server.getsockname(), ANSWER_S) as client:
                 server.accept()[0].close()  # the side that closes first is the one that lingers
                 client.recv(1)
         return int(server.getsockname()[1])

@@ -80,7 +80,8 @@ class ExperiencePipeline:
         )
         if uses and service.auto_start:
             self.server = JuicerServer(service, self.directory / "data_juicer.log")
-            service = replace(service, server_url=await self.server.start())
+            await self.server.start()
+            service = replace(service, server_url=self.server.address)
         record = None
         if self.config.save_input:
             record = self.config.input_save_path or str(

@@ -219,8 +219,9 @@ async def _delegated(config: Config, output: TaskOutput) -> tuple[int, list[Row]
     shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
     draft.mkdir(parents=True)
     try:
-        url = await server.start() if server is not None else str(service.server_url)
-        client = JuicerClient(url, given.timeout)
+        if server is not None:
+            await server.start()
+        client = JuicerClient(server.address if server else str(service.server_url), given.timeout)
         session = None
         try:
             session = await client.create(asked(config, draft))
@@ -230,7 +231,7 @@ async def _delegated(config: Config, output: TaskOutput) -> tuple[int, list[Row]
         made = sorted(draft.glob("*.jsonl"))
         if not made:
             raise JuicerError(
-                f"{url} wrote no .jsonl file into {draft}: does it run on another machine?"
+                f"{client.url} wrote no .jsonl file into {draft}: does it run on another machine?"
             )
         rows = read(made)
         return (

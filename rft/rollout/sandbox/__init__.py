@@ -27,6 +27,7 @@ from typing import Any, Literal
 from rft.ground.experience import Record
 
 CELL = str(Path(__file__).with_name("cell.py"))
+TRIAL_S = 30.0  # for the first cell of a process, which tells what this machine can
 LATE_S = 5.0  # for the cell to report a program that it ended
 EMPTY = {"PATH": "/usr/bin:/bin"}  # nothing of this process's environment goes into the cell's
 
@@ -224,12 +225,13 @@ def _tried() -> tuple[str | None, str]:
     with tempfile.TemporaryFile() as report:
         done = subprocess.run(
             [sys.executable, "-I", "-S", CELL, str(report.fileno())],
-            input=order("", "", Limits(seconds=30.0)),
+            input=order("", "", Limits(seconds=TRIAL_S)),
             capture_output=True,
             env=EMPTY,
             pass_fds=[report.fileno()],
             cwd="/",
             check=False,
+            timeout=2 * TRIAL_S,
         )
         report.seek(0)
         found = read_report(report.read())
