@@ -68,6 +68,7 @@ def git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+@pytest.mark.verify  # of a history that nobody has written anew
 def test_every_commit_that_is_named_is_in_the_history() -> None:
     if git("rev-parse", "--is-shallow-repository") != "false":
         pytest.skip("the history is not here")
