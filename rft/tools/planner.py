@@ -129,12 +129,9 @@ def searches(
         config = draft.config
         if config.prepare and not Path(config.model.model_path, "config.json").exists():
             imported(config.prepare)(config)
-        if is_remote(config) or config.mode not in TRAINING:
-            where = (
-                "a Tinker service trains"
-                if is_remote(config)
-                else f"mode={config.mode} trains nothing"
-            )
+        remote = is_remote(config) or config.model.tinker.enable
+        if remote or config.mode not in TRAINING:
+            where = "a Tinker service trains" if remote else f"mode={config.mode} trains nothing"
             raise ConfigError(f"{where}, so nothing is laid out here: plan mode=both or mode=train")
         site = site_of(config, options)
         fill(config, site)
