@@ -51,7 +51,8 @@ WIDE = 6  # rows of the hidden size, in fp32, around the logits: states, their g
 HEAD = "lm_head.weight"
 # processes before they hold anything: a rank and its checkpoint agent, an engine and its front, and
 # the others of a run, without and with engines (Ray, explorer, buffer, synchronizer)
-RANK, ENGINE, LAUNCHER, ACTORS = int(0.95e9), int(1.3e9), int(0.35e9), int(1.5e9)
+RANK, ENGINE, LAUNCHER, ACTORS = int(0.9e9), int(1.3e9), int(0.35e9), int(1.5e9)
+LIBRARIES = int(0.07e9)  # of a rank's, which all ranks of a host share
 PROCESSES, ACTIVATIONS = "processes, about", "activations, about"
 ESTIMATES = (PROCESSES, ACTIVATIONS)
 
@@ -273,7 +274,7 @@ def on_host(config: Config, wanted: MemoryPlan, on_cpu: bool) -> dict[str, int]:
     receivers = int(rollout.engine_num or 1) if config.mode in ("both", "explore") else 0
     stored = stored_bytes(config)
     parts = {
-        PROCESSES: ranks * RANK + engines * ENGINE + (ACTORS if engines else LAUNCHER),
+        PROCESSES: processes(ranks, engines),
         "staging of checkpoints": ranks * wanted.staging,
         "weights that engines have": wanted.served if ranks else 0,
         "weights that engines receive": receivers * rollout.tensor_parallel_size * wanted.received,
@@ -288,6 +289,12 @@ def on_host(config: Config, wanted: MemoryPlan, on_cpu: bool) -> dict[str, int]:
     elif config.cluster.colocate:
         parts["engines that sleep"] = engines * wanted.engine_weights
     return {name: size for name, size in parts.items() if size}
+
+
+def processes(ranks: int, engines: int) -> int:
+    """Bytes, before they hold anything of a model."""
+    shared = max(0, ranks - 1) * LIBRARIES
+    return ranks * RANK - shared + engines * ENGINE + (ACTORS if engines else LAUNCHER)
 
 
 def listed(parts: dict[str, int]) -> str:

@@ -22,6 +22,7 @@ from rft.tools.fit import FULL
 from rft.tools.step_time import Seconds, StepTime
 
 ENGINE_BESIDE = 6e9  # of vLLM on a card: graphs, activations
+ALIKE = 1.03  # times the shortest step: the estimate does not tell these apart
 SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -66,7 +67,7 @@ class Search:
         found = sorted(
             (self.weighed(one) for one in self.allowed()), key=lambda one: one.seconds.total
         )
-        self.fitting = [one for one in found if not one.lacks]
+        self.fitting = safest_first([one for one in found if not one.lacks])
         self.lacking = sorted((one for one in found if one.lacks), key=lambda one: one.memory.rank)
         self.own = self.as_configured()
 
@@ -167,6 +168,20 @@ class Search:
             f"{gigabytes(ENGINE_BESIDE)} beside them, and may use {gigabytes(share)}: raise "
             "explorer.rollout_model.tensor_parallel_size"
         )
+
+
+def safest_first(found: list[Candidate]) -> list[Candidate]:
+    """Of those about as quick as the quickest, one leads: on cards that with most memory to spare;
+    on cores, which others use as well, that which exchanges least, for an exchange also waits until
+    both sides have a core.
+    """
+    alike = [one for one in found if one.seconds.total <= ALIKE * found[0].seconds.total]
+
+    def risk(one: Candidate) -> float:
+        return one.seconds.exchanged if one.config.device == "cpu" else one.memory.rank
+
+    first = min(alike, key=risk, default=None)
+    return [one for one in found if one is first] + [one for one in found if one is not first]
 
 
 def divisors(number: int) -> list[int]:

@@ -129,12 +129,9 @@ def searches(
         config = draft.config
         if config.prepare and not Path(config.model.model_path, "config.json").exists():
             imported(config.prepare)(config)
-        if is_remote(config) or config.mode not in TRAINING:
-            where = (
-                "a Tinker service trains"
-                if is_remote(config)
-                else f"mode={config.mode} trains nothing"
-            )
+        remote = is_remote(config) or config.model.tinker.enable
+        if remote or config.mode not in TRAINING:
+            where = "a Tinker service trains" if remote else f"mode={config.mode} trains nothing"
             raise ConfigError(f"{where}, so nothing is laid out here: plan mode=both or mode=train")
         site = site_of(config, options)
         fill(config, site)
@@ -348,10 +345,13 @@ def reasons(found: Search) -> Iterator[str]:
         "more expert parallelism": lambda one: size(one, 3) > size(best, 3),
         "layers that are recomputed": lambda one: again(one) and not again(best),
     }
+    told: dict[str, tuple[Candidate, list[str]]] = {}
     for what, holds in kinds.items():
         other = next((one for one in found.fitting[1:] if holds(one)), None)
         if other:
-            yield f"{what}, at best {other.name}: {compared(other.seconds, best.seconds)}"
+            told.setdefault(other.name, (other, []))[1].append(what)
+    for name, (other, whats) in told.items():
+        yield f"{', '.join(whats)}, at best {name}: {compared(other.seconds, best.seconds)}"
 
 
 def size(one: Candidate, number: int) -> int:
@@ -365,7 +365,8 @@ def again(one: Candidate) -> bool:
 def compared(other: Seconds, best: Seconds) -> str:
     more = {one.name: getattr(other, one.name) - getattr(best, one.name) for one in fields(other)}
     most = max(more, key=lambda name: more[name])
-    part = f"+{100 * (other.total / best.total - 1):.0f} %"
+    longer = 100 * (other.total / best.total - 1)
+    part = f"+{longer:.0f} %" if longer >= 0.5 else "about as quick"
     return f"{part}, {more[most]:.3g} s more {WORDS[most]}" if more[most] > 0 else part
 
 

@@ -9,7 +9,7 @@ tokens per rank passes a stage's layers in
 forward, and in twice that backward (attention: 2.5), once more where layers are recomputed. Beside
 it travel, per layer and direction, with b bytes an element and (g-1)/g of what a group of g holds:
 
-    tensor    2 all-gathers and 2 reduce-scatters of [t, h] over tp, and one more gather backward
+    tensor    2 all-gathers and 2 reduce-scatters of [t, h] over tp, and 2 more gathers backward
     context   keys and values of all cp ranks, [t cp, 2k / tp]
     experts   what a token's chosen experts need, there and back, and once more to each rank that
               shares an expert (on a CPU ranks gather all of each other's tokens)
@@ -40,10 +40,11 @@ from rft.preflight.memory_plan import (
 from rft.tools.figures import Figures
 
 # on a CPU and with fused kernels: how often what a layer keeps is read or written, forward (new
-# memory of a CPU also costs page faults), and its operations
+# memory of a CPU also costs page faults), and how many operations it takes; the first of both by
+# layers and heads of no size, forward and backward
 TOUCHED = {True: 7.0, False: 2.0}
-LAUNCHES = {True: 90, False: 45}
-OF_EXPERT = 12  # of each expert of a rank
+LAUNCHES = {True: 240, False: 45}
+OF_EXPERT = 32  # more for each expert of a rank, on a CPU
 HEAD_PASSES = 6  # over the logits, in fp32
 BACKWARD = 2.0  # times what forward takes
 HIDDEN = 0.5  # of a backward pass can hide the gradients' exchange, on a card
@@ -66,6 +67,10 @@ class Seconds:
     @property
     def total(self) -> float:
         return sum(getattr(self, one.name) for one in fields(self))
+
+    @property
+    def exchanged(self) -> float:
+        return self.tensor + self.context + self.experts + self.stages + self.copies
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,8 @@ class StepTime:
         """Forward."""
         rows, tokens = self.dims.vocab / self.tp, self.tokens
         products = 2 * tokens * self.dims.hidden * rows / self.rate(min(rows, self.dims.hidden))
-        return products + HEAD_PASSES * 4 * tokens * rows / self.figures.stream
+        passes = HEAD_PASSES * 4 * tokens * rows / self.figures.stream
+        return products + passes + LAUNCHES[self.figures.on_cpu] * self.figures.launch
 
     def group(self, size: int, stride: int) -> Exchange:
         return Exchange(self.figures, size, stride, self.per_node)
@@ -181,7 +187,7 @@ class StepTime:
             cut = self.group(self.etp, 1).gathered(sent * self.etp)
             experts = 2 * (self.group(self.ep, self.etp).dealt(sent) + cut)
         return {
-            "tensor": (4 * one, 5 * one),
+            "tensor": (4 * one, 6 * one),
             "context": (keys, keys),
             "experts": (experts, experts),
         }

@@ -12,6 +12,7 @@ import pytest
 
 from rft.ground.errors import ConfigError
 from rft.preflight import memory_plan
+from rft.run.cards import Card, Machine
 from rft.tools import figures, planner
 from rft.tools.figures import CARDS, Figures
 from rft.tools.layout_search import Search, divisors
@@ -199,6 +200,7 @@ def test_two_ranks_measure_this_machine() -> None:
         (("--cards=h100:8", "trainer.num_ranks=16"), "num_ranks=16 .* more than the 8 there"),
         (("--cards=h100:8", "mode=train", "trainer.num_ranks=9"), "is more than the 8 cards there"),
         (("--cards=h100:8", "mode=serve"), "mode=serve trains nothing, so nothing is laid out"),
+        (("--cards=h100:8", "model.tinker.enable=true"), "a Tinker service trains, so nothing is"),
         (("device=cuda",), "device=cuda, and this machine shows no cards: give --cards NAME:N"),
         (("--cards=h100:8", "trainer.num_rank=4"), "trainer.num_ranks"),
     ],
@@ -219,3 +221,18 @@ def test_cards_are_known_by_the_drivers_name() -> None:
     assert figures.of_card("NVIDIA H100 80GB HBM3") == CARDS["h100"]
     assert figures.of_card("NVIDIA A100-SXM4-80GB") == CARDS["a100"]
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_cards_of_this_machine_need_no_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def machine(name: str) -> Machine:
+        return Machine(tuple(Card(n, name) for n in range(4)), visible=tuple("0123"))
+
+    words = (*GRPO, f"model.model_path={DENSE}", "mode=train")
+    monkeypatch.setattr(planner.cards, "here", lambda: machine("NVIDIA H200"))
+    found = asked(tmp_path, *words)
+    assert (found.site.figures.name, found.site.total, found.ranks) == ("h200", 4, 4)
+    monkeypatch.setattr(planner.cards, "here", lambda: machine("NVIDIA GeForce RTX 4090"))
+    with pytest.raises(ConfigError, match="NVIDIA GeForce RTX 4090: of this card no figures"):
+        asked(tmp_path, *words)
