@@ -416,8 +416,9 @@ PLACES = (  # tried at a start only
         f"{SERVICE_TRAINS} "
         "trainer.max_token_len_per_gpu model.teacher_model_path",
         _fits,
-        reads="algorithm trainer.recompute_granularity synchronizer.lora_sync synchronizer.sync "
-        "synchronizer.bucket_bytes",
+        reads="algorithm trainer.recompute_granularity trainer.ppo_mini_batch_size "
+        "buffer.batch_size buffer.train_batch_size model.max_model_len "
+        "synchronizer.lora_sync synchronizer.sync synchronizer.bucket_bytes",
     ),
 )
 MEMORY_AND_CARDS = (
