@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rft.data.prefixes import Chain, chains, shared_lengths, worth_it
+from rft.data.prefixes import Chain, chains, shared_lengths
 from rft.ground.names import num_experts
 
 ROUNDS_PER_GROUP = 8  # exchanges of one refinement at most
@@ -445,13 +445,12 @@ def _join(
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     shared = np.zeros(len(picked), dtype=np.int64)
     if share:
-        found = shared_lengths(
+        shared = shared_lengths(
             [row.tokens for row in picked],
             [row.trained for row in picked],
             # a row of no group shares with none
             [row.group if row.group >= 0 else -1 - at for at, row in enumerate(picked)],
         )
-        shared = worth_it(found, lengths.tolist())
     total = int(cu_seqlens[-1])
     padded = max(multiple, -(-total // multiple) * multiple)
 

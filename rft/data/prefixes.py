@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-WORTH = 1 / 32  # of a microbatch's tokens: who shares less is computed row by row
+WORTH = 1 / 32  # of a group's tokens: rows that share less need not be in one microbatch
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Chain:
 def chains(
     tokens: Sequence[np.ndarray], trained: Sequence[np.ndarray], groups: Sequence[int]
 ) -> list[Chain]:
-    """Rows of the same number >= 0 are of one chain, every other row is its own. In the order of
-    their first rows.
+    """Rows of the same number >= 0 are of one chain, if they share enough; every other row is its
+    own. In the order of their first rows.
     """
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
@@ -79,7 +79,8 @@ def chains(
             [tokens[row] for row in rows], [trained[row] for row in rows], [0] * len(rows)
         )
         lengths = np.array([len(tokens[row]) for row in rows], dtype=np.int64)
-        found.append(Chain(rows, lengths, shared))
+        chain = Chain(rows, lengths, shared)
+        found += [chain] if shared.sum() >= WORTH * lengths.sum() else chain.pieces(0)
     return found
 
 
@@ -104,11 +105,6 @@ def shared_lengths(
         shared = int(found[at])
         taken = np.concatenate([taken[:shared] | flags[:shared], flags[shared:]])
     return found
-
-
-def worth_it(shared: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """`shared`, or zeros where it is too little of all tokens to pay for."""
-    return shared if shared.sum() >= WORTH * max(sum(lengths), 1) else np.zeros_like(shared)
 
 
 @dataclass(frozen=True)

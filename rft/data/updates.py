@@ -31,7 +31,7 @@ from rft.data.packing import (
     packed_of,
     token_weights,
 )
-from rft.data.prefixes import shared_lengths, worth_it
+from rft.data.prefixes import shared_lengths
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _microbatch(
         **{name: picked(name) for name in TOKEN_FIELDS},
         cu_seqlens=cu_seqlens,
         rows=np.array(rows, dtype=np.int32),
-        shared=worth_it(shared, lengths),
+        shared=shared,
         scores={
             name: joined([place.packed.scores[name][place.at] for place in places], values.dtype)
             for name, values in like.scores.items()

@@ -97,6 +97,14 @@ def test_turns_of_an_agent_are_behind_one_another() -> None:
     assert packed.rows.tolist() == [1, 0] and packed.shared.tolist() == [0, 4]
 
 
+def test_a_group_that_shares_next_to_nothing_is_not_kept_together() -> None:
+    rows = [np.array([7] + [10 + at] * 99) for at in range(4)]
+    flags = [np.zeros(100)] * 4
+    assert [chain.rows for chain in chains(rows, flags, [0] * 4)] == [[0], [1], [2], [3]]
+    rows = [np.array([7] * 20 + [10 + at] * 80) for at in range(4)]
+    assert [chain.rows for chain in chains(rows, flags, [0] * 4)] == [[0, 1, 2, 3]]
+
+
 def test_rows_of_two_groups_or_of_none_share_nothing() -> None:
     alike = [1, 2, 3, 4, 5]
     for groups in ((0, 1), (-1, -1)):
