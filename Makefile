@@ -117,6 +117,7 @@ bench: $(CPU)/.installed
 	$(RUN) -m bench.packing --quick
 	$(RUN) -m bench.logprobs --quick
 	$(RUN) -m bench.train_step --quick
+	$(RUN) -m bench.prefix --quick
 	$(RUN) -m bench.plan --quick
 	$(RUN) -m bench.weight_sync --quick
 	$(RUN) -m bench.scale --sync --quick

@@ -97,6 +97,8 @@ PARTS = {
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-loop": benches("weight_sync", "loop", "observe", "rollout"),
     "bench-chaos": benches("chaos"),
+    "bench-prefix-64": benches("prefix"),
+    "bench-prefix-256": Part([["-m", "bench.prefix", "--only", "768", "256, 8", "agent"]]),
     "bench-first-step": Part([["-m", "bench.first_step"]], (*PACKAGE, "README.md")),
     "bench-scale": Part([["-m", "bench.scale", "--sync", "--quick"]]),
 }
