@@ -106,7 +106,7 @@ def lose_actor(run: Run, actor: str, within_s: float = DETECTED_S) -> str:
     """Kill -9 it; returns what is said of that once another process is in its place."""
     killed = run.find(f"ray::{actor}")
     killed.kill()
-    said = run.wait_for("it comes back", within_s).string
+    said = run.wait_for("it comes back", within_s, keep=True).string
     await_process(run, f"ray::{actor}", killed)
     return said
 

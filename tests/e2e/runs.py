@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ class Run:
         self.shared_before = set(os.listdir("/dev/shm"))
         self.lines: list[str] = []
         self._unread: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._passed_over: deque[str | None] = deque()  # to be read first
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with this object
         self.process = subprocess.Popen(
             command,
@@ -95,13 +97,25 @@ class Run:
             self._unread.put(line)
         self._unread.put(None)
 
-    def wait_for(self, pattern: str, timeout: float = START_S) -> "re.Match[str]":
-        """The next line of stdout that `pattern` is found in."""
+    def wait_for(
+        self, pattern: str, timeout: float = START_S, keep: bool = False
+    ) -> "re.Match[str]":
+        """The next line of stdout that `pattern` is found in. `keep`: lines before it may still be
+        waited for: what goes on beside is told in any order.
+        """
+        passed_over: list[str | None] = []
         while True:
-            line = self._unread.get(timeout=timeout)
+            line = (
+                self._passed_over.popleft()
+                if self._passed_over
+                else self._unread.get(timeout=timeout)
+            )
             assert line is not None, f"ended without {pattern!r}: {self.lines}\n{self.errors()}"
             if found := re.search(pattern, line):
+                self._passed_over.extendleft(reversed(passed_over))
                 return found
+            if keep:
+                passed_over.append(line)
 
     def wait_step(self, least: int) -> int:
         """Return the step of the first line that tells of step `least` or a later one."""
