@@ -227,13 +227,8 @@ def rule_of(config: Config) -> UpdateRule:
 def cut_of(trainer: TrainerConfig) -> PackingPolicy:
     rows = None if trainer.use_dynamic_bsz else trainer.ppo_micro_batch_size_per_gpu
     cut = PackingPolicy(rows, trainer.balance_batch, pad=not trainer.use_remove_padding)
-    return replace(cut, share=trainer.share_prefixes and can_share(trainer))
-
-
-def can_share(trainer: TrainerConfig) -> bool:
-    """Whether rows may share prefixes as microbatches are cut: by tokens, and no row over ranks."""
-    by_tokens = trainer.use_dynamic_bsz and trainer.balance_batch and trainer.use_remove_padding
-    return by_tokens and trainer.megatron.context_parallel_size == 1
+    whole = trainer.megatron.context_parallel_size == 1  # no row is cut over ranks
+    return replace(cut, share=trainer.share_prefixes and cut.by_tokens and whole)
 
 
 def source(config: Config, tokenizer: Any) -> BatchSource:

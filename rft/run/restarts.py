@@ -8,13 +8,12 @@ each other count on.
 
 import contextlib
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from rft.ground import redact
+from rft.ground import durable, redact
 
 HOUR_S = 3600.0
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -51,10 +50,8 @@ class Restarts:
     def _keep(self) -> None:
         if self.kept is None:
             return
-        new = self.kept.with_suffix(".new")
         with contextlib.suppress(OSError):  # a full disk costs the count, and no run
-            new.write_text(redact.text(json.dumps(list(self._deaths))), encoding="utf-8")
-            os.replace(new, self.kept)
+            durable.put(self.kept, redact.text(json.dumps(list(self._deaths))))
 
     @property
     def first(self) -> str:

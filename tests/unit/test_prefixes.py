@@ -77,7 +77,7 @@ def test_no_token_is_computed_once_that_carries_a_loss_in_two_rows(
 
 
 def test_a_prompt_is_computed_once_and_identical_responses_are_not() -> None:
-    prompt, rest = [7] * 10, [0] * 10
+    prompt = [7] * 10
     drawn = [
         (prompt + [1, 2], 0, 3 << 10),
         (prompt + [1, 2], 0, 3 << 10),
@@ -85,7 +85,7 @@ def test_a_prompt_is_computed_once_and_identical_responses_are_not() -> None:
     ]
     (packed,) = pack(rows_of(drawn), 1, 100, 1, cut=SHARE)[0]
     assert packed.shared.tolist() == [0, 10, 10] and packed.computed == 10 + 2 + 2 + 1
-    assert pack(rows_of(drawn), 1, 100, 1)[0][0].computed == 35, rest
+    assert pack(rows_of(drawn), 1, 100, 1)[0][0].computed == 35
 
 
 def test_turns_of_an_agent_are_behind_one_another() -> None:
