@@ -118,6 +118,7 @@ bench: $(CPU)/.installed
 	$(RUN) -m bench.logprobs --quick
 	$(RUN) -m bench.train_step --quick
 	$(RUN) -m bench.prefix --quick
+	$(RUN) -m bench.data_path --quick
 	$(RUN) -m bench.plan --quick
 	$(RUN) -m bench.weight_sync --quick
 	$(RUN) -m bench.scale --sync --quick

@@ -84,16 +84,15 @@ class Credit:
 
 
 def total_reward(experience: Experience) -> float:
-    return sum(experience.token_rewards) if experience.token_rewards else experience.reward
+    given = experience.token_rewards
+    return float(sum(given)) if len(given) else experience.reward
 
 
 def _mean_logprob(experience: Experience) -> float:
-    chosen = [
-        x
-        for x, is_trained in zip(experience.logprobs, experience.action_mask, strict=False)
-        if is_trained
-    ]
-    return sum(chosen) / len(chosen) if chosen else 0.0
+    if not len(experience.logprobs):
+        return 0.0
+    chosen = np.asarray(experience.logprobs)[np.asarray(experience.action_mask) != 0]
+    return float(chosen.mean(dtype=np.float64)) if len(chosen) else 0.0
 
 
 def reinforce(columns: Columns) -> Credit:

@@ -49,7 +49,7 @@ def judge(
     no token to train on are compared with the others of their group, and then left out.
     """
     compared = [experience for experience in experiences if not is_baseline(experience)]
-    is_taught = np.array([any(experience.action_mask) for experience in compared], dtype=bool)
+    is_taught = np.array([np.any(experience.action_mask) for experience in compared], dtype=bool)
     later = TOKEN_ADVANTAGES.get(str(advantage_fn))
     per_token = penalised or (later is not None and later.over is None)
     found = Credit(np.zeros(len(compared)))
@@ -72,7 +72,7 @@ def rows(judged: CreditedStep, mode: str, longest: int = 1) -> list[Row]:
     Where advantages are made of every token, the rewards travel as the score `reward`, and a
     group's baseline as `baseline`.
     """
-    weights = token_weights([sum(e.action_mask) for e in judged.experiences], mode, longest)
+    weights = token_weights([int(np.sum(e.action_mask)) for e in judged.experiences], mode, longest)
     given = zip(judged.experiences, judged.advantages, weights, strict=True)
     made = [_row(experience, advantage, weight) for experience, advantage, weight in given]
     if not judged.per_token:
@@ -130,7 +130,7 @@ def _token_rewards(row: Row, experience: Experience) -> np.ndarray:
     then that of a token which is not trained goes to the trained one before it, or to the first.
     """
     rewards, trained = np.zeros(len(row.trained), dtype=np.float32), np.flatnonzero(row.trained)
-    if not experience.token_rewards:
+    if not len(experience.token_rewards):
         rewards[trained[-1]] = experience.reward
         return rewards
     places = np.arange(experience.prompt_length, len(rewards))
@@ -147,9 +147,9 @@ def _row(experience: Experience, advantage: float, weight: float) -> Row:
     trained = np.zeros(length, dtype=np.float32)
     trained[prompt:] = experience.action_mask
     behaviour = np.zeros(length, dtype=np.float32)
-    behaviour[prompt:] = experience.logprobs or 0.0
+    behaviour[prompt:] = experience.logprobs if len(experience.logprobs) else 0.0
     return Row(
-        tokens=np.array(experience.tokens, dtype=np.int64),
+        tokens=np.asarray(experience.tokens, dtype=np.int32),
         trained=trained,
         behaviour=behaviour,
         advantage=trained * np.float32(advantage),

@@ -23,12 +23,13 @@ from rft.config import ConfigError
 from rft.data import remote
 from rft.data.files import StatelessSource
 from rft.ground import durable
+from rft.ground.columns import listed, unpacked
 from rft.ground.experience import Batch, Experience, decode
 
 KEY = "buffer.trainer_input.experience_buffer.path"
 SUFFIXES = (".jsonl", ".json")
-_encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Experience)
+_encoder = msgspec.json.Encoder(enc_hook=listed)
+_decoder = msgspec.json.Decoder(Experience, dec_hook=unpacked)
 
 
 class _Group(msgspec.Struct):

@@ -11,11 +11,10 @@ loss, however the rows were cut. Rows of a group that begin alike may stand side
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from rft.data.prefixes import Chain, chains, shared_lengths
@@ -77,7 +76,7 @@ class Cost:
 class Row:
     """One sequence [L] with what is known about each of its tokens (0 where nothing is)."""
 
-    tokens: np.ndarray  # int64
+    tokens: np.ndarray  # int32
     trained: np.ndarray  # 1 where the token is a training target
     behaviour: np.ndarray  # the engine's log-probability of the token
     advantage: np.ndarray
@@ -142,7 +141,8 @@ AGGREGATIONS = (
     "seq-mean-token-sum",
     "seq-mean-token-sum-norm",
 )
-TOKEN_FIELDS = ("tokens", "positions", "labels", "weight", "behaviour", "advantage", "temperature")
+NUMBERS = ("weight", "behaviour", "advantage")
+TOKEN_FIELDS = ("tokens", "positions", "labels", *NUMBERS, "temperature")
 PADDING = {"temperature": 1.0}  # every other field is padded with 0
 
 
@@ -564,29 +564,3 @@ def cp_positions(cu_seqlens: np.ndarray, rank: int, size: int) -> np.ndarray:
         chunk = n // 2
         parts += [np.arange(c * chunk, (c + 1) * chunk) for c in (rank, 2 * size - 1 - rank)]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-
-
-def encode_part(part: list[Packed]) -> bytes:
-    """Bytes of one rank's microbatches: msgpack of dtype and raw data, no pickle."""
-    return msgspec.msgpack.encode(
-        [(_encoded(_arrays(packed)), _encoded(packed.scores)) for packed in part]
-    )
-
-
-def decode_part(data: bytes) -> list[Packed]:
-    return [
-        Packed(**_decoded(arrays), scores=_decoded(scores))
-        for arrays, scores in msgspec.msgpack.decode(data)
-    ]
-
-
-def _arrays(packed: Packed) -> dict[str, np.ndarray]:
-    return {f.name: getattr(packed, f.name) for f in fields(packed) if f.name != "scores"}
-
-
-def _encoded(arrays: dict[str, np.ndarray]) -> list[tuple[str, str, bytes]]:
-    return [(name, array.dtype.str, array.tobytes()) for name, array in arrays.items()]
-
-
-def _decoded(arrays: list[tuple[str, str, bytes]]) -> dict[str, np.ndarray]:
-    return {name: np.frombuffer(raw, dtype=dtype) for name, dtype, raw in arrays}

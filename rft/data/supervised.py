@@ -25,6 +25,8 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rft.config import ConfigError, ExperienceBufferConfig, RowFormatConfig
 from rft.data import formats
 from rft.data.chat import Dialogues, Messages, Spans, clean_messages, row_prompt
@@ -38,6 +40,7 @@ from rft.data.files import (
     parsed,
 )
 from rft.data.selectors import shuffled
+from rft.ground.columns import Flags
 from rft.ground.errors import refuse_all
 from rft.ground.experience import Batch, Experience
 
@@ -56,11 +59,11 @@ class Sequence:
         return self.learned[0][0]
 
     @property
-    def mask(self) -> list[int]:
+    def mask(self) -> Flags:
         """1 for each token behind the prompt that is learned."""
-        found = [0] * (len(self.tokens) - self.prompt_length)
+        found = np.zeros(len(self.tokens) - self.prompt_length, dtype=bool)
         for start, stop in self.learned:
-            found[start - self.prompt_length : stop - self.prompt_length] = [1] * (stop - start)
+            found[start - self.prompt_length : stop - self.prompt_length] = 1
         return found
 
 
@@ -326,7 +329,7 @@ class SupervisedRows(StatelessSource):
         task = f"{self.name}/{epoch}/{row}"
         return [
             Experience(
-                tokens=list(one.tokens),
+                tokens=np.asarray(one.tokens).astype(np.int32),
                 prompt_length=one.prompt_length,
                 action_mask=one.mask,
                 expert=self.expert,

@@ -6,12 +6,17 @@ the trainer a list of them as one step's batch. All are msgspec structs: they en
 (`encode` / `decode`), never to pickle.
 
 Invariant: `tokens` are the exact ids that the engine saw and produced; nothing here is ever
-re-tokenized, and every per-token list of an experience has the length of its response.
+re-tokenized, and every column of an experience but its tokens (`rft.ground.columns`) has the length
+of its response.
 """
 
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
+
+from rft.ground import columns
+from rft.ground.columns import Flags, Ids, LogProbs, TokenRewards
 
 StopReason = Literal["stop", "length", "abort", "prompt_too_long"]
 # of `Experience.info`: in a group, only those that say the same are compared with each other
@@ -23,6 +28,32 @@ T = TypeVar("T")
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Base of all records: defaults left out on the wire, unknown fields ignored when read."""
+
+
+class Columnar(Record, kw_only=True):
+    """Base of records that hold columns. Lists are taken, too, and become columns by `as_columns`,
+    or on their way to another process.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and all(
+            columns.is_same(getattr(self, name), getattr(other, name))
+            for name in self.__struct_fields__
+        )
+
+    def as_columns(self) -> list[str]:
+        """Make columns of what is none; returns the names of these fields. Raises ValueError."""
+        found = []
+        for name, kind in COLUMNS.items():
+            given = getattr(self, name, None)
+            if given is None or isinstance(given, np.ndarray):
+                continue
+            try:
+                setattr(self, name, columns.column(kind, given))
+            except (ValueError, OverflowError) as error:
+                raise ValueError(f"{name}: {error}") from error
+            found.append(name)
+        return found
 
 
 def is_reward(value: float) -> bool:
@@ -106,27 +137,47 @@ class RoutedExperts(Record, kw_only=True):
         return len(self.data) // (self.layers * self.top_k * (2 if self.dtype == "uint16" else 1))
 
 
-class Completion(Record, kw_only=True):
+class Completion(Columnar, kw_only=True):
     """One continuation: ids, their log-probabilities under the distribution sampled from, and who
     sampled each token.
     """
 
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: Ids
+    logprobs: LogProbs
     versions: list[VersionSpan]
     stop: StopReason
     routed_experts: RoutedExperts | None = None
 
-    def chosen(self, sampling: Sampling) -> list[int]:
+    def __post_init__(self) -> None:
+        self.as_columns()
+
+    @classmethod
+    def empty(cls, stop: StopReason) -> "Completion":
+        return cls(
+            tokens=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), versions=[], stop=stop
+        )
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens, for a tokenizer."""
+        found: list[int] = np.asarray(self.tokens).tolist()
+        return found
+
+    def chosen(self, sampling: Sampling) -> Flags:
         """1 for every token that the policy chose; 0 where the form that was asked for left it no
         other: that one's log-probability is 0.
         """
         if not sampling.structured:
-            return [1] * len(self.tokens)
-        return [int(logprob != 0) for logprob in self.logprobs]
+            return np.ones(len(self.tokens), dtype=bool)
+        return np.asarray(self.logprobs) != 0
 
 
-class Experience(Record, kw_only=True):
+def no_column(kind: Any) -> Any:
+    """The default of a field: nothing is known."""
+    return msgspec.field(default_factory=lambda: np.zeros(0, columns.DTYPES[kind]))
+
+
+class Experience(Columnar, kw_only=True):
     """One finished token sequence: what the trainer learns from.
 
     `tokens` = prompt + response, `prompt_length` splits them. `logprobs`, `action_mask` (and
@@ -139,10 +190,10 @@ class Experience(Record, kw_only=True):
     rows, evaluation). `routed_experts` is kept in the record: packing leaves it out.
     """
 
-    tokens: list[int]
+    tokens: Ids
     prompt_length: int
-    action_mask: list[int]
-    logprobs: list[float] = []
+    action_mask: Flags
+    logprobs: LogProbs = no_column(LogProbs)
     versions: list[VersionSpan] = []
     # the one that `logprobs` were taken under; the trainer divides its logits by it
     temperature: float = 1.0
@@ -152,7 +203,7 @@ class Experience(Record, kw_only=True):
     group: int = -1
     sample: int = 0
     turn: int = 0
-    token_rewards: list[float] = []
+    token_rewards: TokenRewards = no_column(TokenRewards)
     expert: bool = False
     task: str = ""
     timeline: int = 0  # run epoch that made it
@@ -163,6 +214,18 @@ class Experience(Record, kw_only=True):
     @property
     def response_length(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """For a tokenizer."""
+        found: list[int] = np.asarray(self.tokens)[: self.prompt_length].tolist()
+        return found
+
+    @property
+    def response_ids(self) -> list[int]:
+        """For a tokenizer."""
+        found: list[int] = np.asarray(self.tokens)[self.prompt_length :].tolist()
+        return found
 
     @property
     def failed(self) -> bool:
@@ -207,7 +270,13 @@ class EvalResult(Record, kw_only=True):
     samples: list[dict[str, Any]] = []
 
 
-_encoder = msgspec.msgpack.Encoder()
+COLUMNS: dict[str, Any] = {
+    "tokens": Ids,
+    "action_mask": Flags,
+    "logprobs": LogProbs,
+    "token_rewards": TokenRewards,
+}
+_encoder = msgspec.msgpack.Encoder(enc_hook=columns.packed)
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
@@ -220,5 +289,5 @@ def decode(data: bytes, kind: type[T]) -> T:
     msgspec.ValidationError.
     """
     if kind not in _decoders:
-        _decoders[kind] = msgspec.msgpack.Decoder(kind)
+        _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=columns.unpacked)
     return _decoders[kind].decode(data)

@@ -29,7 +29,8 @@ from megatron.core import parallel_state
 from torch.distributed.nn.functional import all_reduce
 
 from rft.config import MegatronConfig
-from rft.data.packing import Packed, decode_part, encode_part
+from rft.data.packing import Packed
+from rft.data.wire import decode_part, encode_part
 from rft.ground.device import Device, collective_timeout
 from rft.ground.names import Place
 
@@ -106,8 +107,8 @@ class Mesh:
         self.sequence_parallel = config.sequence_parallel and self.tp > 1
         self._control = dist.new_group(backend="gloo", timeout=self.timeout)
         self._meet()
-        # at rank 0: of every rank its data-parallel index
-        self._dp_ranks: list[int] = self.gather(self.dp_rank) or []
+        # at rank 0: of every rank its data-parallel index, and whether it hands on what it gets
+        self._places: list[tuple[int, bool]] = self.gather((self.dp_rank, self._is_lead)) or []
 
     def _join(self) -> None:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -165,26 +166,65 @@ class Mesh:
     @_named
     def scatter_parts(self, parts: list[list[Packed]] | None) -> list[Packed]:
         """The microbatches of this rank's data-parallel index; `parts` (one per index) is given at
-        rank 0 only.
+        rank 0 only. Each part leaves rank 0 once: the ranks that it is for hand it on among
+        themselves.
         """
-        if parts is None or self.world == 1:
-            return parts[0] if parts is not None else self._receive_part()
-        encoded = [encode_part(part) for part in parts]
+        if parts is not None and self.world == 1:
+            return parts[0]
+        mine = self._send_parts(parts) if parts is not None else None
+        if mine is None and self._is_lead:
+            mine = self._receive_part()
+        found = self._spread(mine)
+        return parts[self.dp_rank] if parts is not None else decode_part(found.numpy().tobytes())
+
+    @property
+    def _is_lead(self) -> bool:
+        """Of the ranks of its data-parallel index, the one that rank 0 speaks to."""
+        return not (self.tp_rank or self.cp_rank or self.pp_rank)
+
+    def _send_parts(self, parts: list[list[Packed]]) -> torch.Tensor:
+        """To the other leads; returns the encoded part of this one."""
         sends = []
-        for rank in range(1, self.world):
-            data = encoded[self._dp_ranks[rank]]
-            for message in (torch.tensor([len(data)]), _buffer(data, len(data))):
-                sends.append(dist.isend(message, rank, group=self._control))
+        for rank, (index, is_lead) in enumerate(self._places):
+            if rank and is_lead:
+                data = encode_part(parts[index])
+                for message in (torch.tensor([len(data)]), _buffer(data, len(data))):
+                    sends.append(dist.isend(message, rank, group=self._control))
+        mine = encode_part(parts[self.dp_rank]) if self.world > self.dp else b""
         for send in sends:
             send.wait()
-        return parts[self.dp_rank]
+        return _buffer(mine, len(mine))
 
-    def _receive_part(self) -> list[Packed]:
+    def _receive_part(self) -> torch.Tensor:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, 0, group=self._control)
         buffer = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(buffer, 0, group=self._control)
-        return decode_part(buffer.numpy().tobytes())
+        return buffer
+
+    def _spread(self, data: torch.Tensor | None) -> torch.Tensor:
+        """What the lead has, on all ranks of its data-parallel index: stage by stage, then over the
+        context, then over tensor-parallel ranks, by the groups that training uses.
+        """
+        groups = (
+            (self.pp_group, not (self.tp_rank or self.cp_rank)),
+            (self.cp_group, not self.tp_rank),
+            (self.tp_group, True),
+        )
+        for group, takes_part in groups:
+            if takes_part and group.size() > 1:
+                data = self._hand_on(data, group)
+        assert data is not None
+        return data
+
+    def _hand_on(self, data: torch.Tensor | None, group: dist.ProcessGroup) -> torch.Tensor:
+        place = self.device.torch
+        size = torch.tensor([0 if data is None else len(data)], device=place)
+        dist.broadcast(size, group=group, group_src=0)
+        here = data if data is not None else torch.empty(int(size), dtype=torch.uint8)
+        moved = here.to(place)
+        dist.broadcast(moved, group=group, group_src=0)
+        return moved.cpu()
 
     def barrier(self, name: str) -> None:
         """Wait for every rank; after the deadline the error names

@@ -15,15 +15,17 @@ whenever; sessions and history end with the attempt that they belong to.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 import xxhash
 
 from rft.config import ExplorerConfig, ModelConfig
 from rft.data.chat import end_of_turn, load_tokenizer, render_follow_up, render_prompt
+from rft.ground.columns import Ids, behind
 from rft.ground.experience import Completion, Experience, GenerateRequest, Sampling, Task
 from rft.rollout.environments import Environments
 from rft.rollout.pool import EngineHandle, EnginePool
@@ -216,15 +218,17 @@ class WorkflowContext:
             self.shared.tokenizer, messages, self.shared.model.custom_chat_template
         )
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: Sequence[int] | Ids) -> str:
         """Text of response tokens, without special ones."""
-        return self.shared.tokenizer.decode(tokens, skip_special_tokens=True)
+        return self.shared.tokenizer.decode(
+            np.asarray(tokens, dtype=np.int64).tolist(), skip_special_tokens=True
+        )
 
     # --- the policy and its rewards ---------------------------------------------------------------
 
     async def generate(
         self,
-        prompt: list[int],
+        prompt: Sequence[int] | Ids,
         n: int,
         sampling: Sampling,
         prompt_length: int | None = None,
@@ -238,6 +242,7 @@ class WorkflowContext:
         a deterministic run depend on that, not on time.
         """
         limits = self.shared.limits
+        prompt = np.asarray(prompt, dtype=np.int64).tolist()
         if (prompt_length or len(prompt)) > limits.max_prompt_tokens or len(
             prompt
         ) >= limits.max_model_len:
@@ -248,10 +253,7 @@ class WorkflowContext:
             # else a dialogue that fills its context: it ends there
             if prompt_length in (None, len(prompt)):
                 self.shared.count("prompts_too_long", told + "context hold: it trains nothing")
-            return [
-                Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long")
-                for _ in range(n)
-            ]
+            return [Completion.empty("prompt_too_long") for _ in range(n)]
         self.calls += 1
         number = f"{self.calls}"
         if run is not None:
@@ -381,11 +383,11 @@ class WorkflowContext:
 def recorded(prompt: list[int], made: Completion, sampling: Sampling) -> Experience:
     """A call of the policy, without reward. A greedy answer was not sampled, and is not trained."""
     return Experience(
-        tokens=[*prompt, *made.tokens],
+        tokens=behind(prompt, made.tokens),
         prompt_length=len(prompt),
         logprobs=made.logprobs,
         versions=made.versions,
-        action_mask=[one * (sampling.temperature > 0) for one in made.chosen(sampling)],
+        action_mask=made.chosen(sampling) & (sampling.temperature > 0),
         temperature=sampling.temperature or 1.0,
         stop=made.stop,
         routed_experts=made.routed_experts,

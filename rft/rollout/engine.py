@@ -27,6 +27,7 @@ import xxhash
 
 from rft.config import EngineConfig, ModelConfig
 from rft.ground import hubs
+from rft.ground.columns import Ids, LogProbs, column
 from rft.ground.device import freeze_loaded, thread_environment
 from rft.ground.experience import (
     Completion,
@@ -232,7 +233,7 @@ class RolloutEngine(EngineWeights):
         asked = decode(request, GenerateRequest)
         room = self.max_model_len - len(asked.prompt)
         if room <= 0:
-            empty = Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long")
+            empty = Completion.empty("prompt_too_long")
             return encode([empty] * asked.n)
         async with self.turns.request():  # it belongs to one side of every change of the weights
             with self.adapters.use() if self.adapters else nullcontext() as served, self._counted():
@@ -490,14 +491,14 @@ def completion(engine: str, made: "CompletionOutput", served: ServedAdapter | No
         raise RuntimeError(
             f"{engine}: vLLM ended a request with finish reason {made.finish_reason!r}"
         )
-    tokens = list(made.token_ids)
+    tokens = column(Ids, made.token_ids)
     spans = [
         VersionSpan(version=int(s.version), start=s.start, end=s.end)
         for s in made.weight_versions or []
     ]
     if served:  # vLLM's version is that of the base model
         spans = served.spans(len(tokens))
-    logprobs = list(made.logprobs.logprobs) if tokens else []  # type: ignore[union-attr]
+    logprobs = column(LogProbs, made.logprobs.logprobs if len(tokens) else [])  # type: ignore[union-attr]
     if len(logprobs) != len(tokens) or sum(s.end - s.start for s in spans) != len(tokens):
         raise RuntimeError(
             f"{engine}: {len(tokens)} tokens came with {len(logprobs)} logprobs and versions "

@@ -180,8 +180,8 @@ def versions_of(experiences: list[Experience], version: int) -> dict[str, float]
 def sample_row(task: Task, experience: Experience, tokenizer: Any) -> dict[str, Any]:
     return {
         "task": task.id,
-        "prompt": tokenizer.decode(experience.tokens[: experience.prompt_length]),
-        "response": tokenizer.decode(experience.tokens[experience.prompt_length :]),
+        "prompt": tokenizer.decode(experience.prompt_ids),
+        "response": tokenizer.decode(experience.response_ids),
         "truth": task.truth,
         "reward": experience.reward,
         "outcome": experience.reward_outcome,

@@ -37,6 +37,7 @@ import numpy as np
 
 from rft.config import SynchronizerConfig
 from rft.data.packing import Packed, Row, pack
+from rft.ground.columns import behind
 from rft.ground.experience import Completion, GenerateRequest, Record, Sampling, decode, encode
 from rft.ground.protocols import Collective, TrainerMesh
 from rft.sync.lead import NotConnected
@@ -385,7 +386,7 @@ class Probe:
 
 
 def _row(prompt: list[int], made: Completion) -> Row:
-    tokens = np.array(prompt + made.tokens, dtype=np.int64)
+    tokens = behind(prompt, made.tokens)
     trained, behaviour = (
         np.zeros(len(tokens), dtype=np.float32),
         np.zeros(len(tokens), dtype=np.float32),

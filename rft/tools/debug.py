@@ -124,26 +124,24 @@ def shown(config: Config, task: Task, experiences: list[Experience]) -> Iterator
             f"  {name} = {value}"
             for name, value in {**experience.metrics, **experience.info}.items()
         )
-        yield "  prompt " + shortened(
-            tokenizer.decode(experience.tokens[: experience.prompt_length])
-        )
+        yield "  prompt " + shortened(tokenizer.decode(experience.prompt_ids))
         yield from table(experience, tokenizer)
 
 
 def table(experience: Experience, tokenizer: Any) -> list[str]:
     """Return a line per token of the response, tokens of tools and users included."""
     rows, versions = [], experience.token_versions
-    for place, token in enumerate(experience.tokens[experience.prompt_length :]):
+    for place, token in enumerate(experience.response_ids):
         version = versions[place]
         row = {
             "#": str(place),
             "id": str(token),
             "trained": "yes" if experience.action_mask[place] else "no",
-            "logprob": f"{experience.logprobs[place]:.4f}" if experience.logprobs else "",
+            "logprob": f"{experience.logprobs[place]:.4f}" if len(experience.logprobs) else "",
             "version": "" if version is None else str(version),
             "token": json.dumps(tokenizer.decode([token]), ensure_ascii=False),
         }
-        if experience.token_rewards:
+        if len(experience.token_rewards):
             row["reward"] = f"{experience.token_rewards[place]:g}"
         rows.append(row)
     return tables.table(rows).splitlines()

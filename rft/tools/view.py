@@ -108,9 +108,7 @@ class View:
         self.texts = [self.texts_of(one) for one in found]
 
     def texts_of(self, one: Experience) -> tuple[str, str]:
-        return self.tokenizer.decode(one.tokens[: one.prompt_length]), self.tokenizer.decode(
-            one.tokens[one.prompt_length :]
-        )
+        return self.tokenizer.decode(one.prompt_ids), self.tokenizer.decode(one.response_ids)
 
     def listed(self, asked: dict[str, Any]) -> dict[str, Any]:
         """{wanted, offset} to {total, matching, rows, mean}: a page of those that match, in the
@@ -176,12 +174,12 @@ class View:
 
     def _tokens(self, one: Experience) -> Iterator[dict[str, Any]]:
         versions = one.token_versions
-        for place, token in enumerate(one.tokens[one.prompt_length :]):
+        for place, token in enumerate(one.response_ids):
             yield {
                 "id": token,
                 "text": self.tokenizer.decode([token]),
                 "trained": bool(one.action_mask[place]),
-                "logprob": one.logprobs[place] if one.logprobs else None,
+                "logprob": float(one.logprobs[place]) if len(one.logprobs) else None,
                 "version": versions[place],
-                "reward": one.token_rewards[place] if one.token_rewards else None,
+                "reward": float(one.token_rewards[place]) if len(one.token_rewards) else None,
             }

@@ -151,8 +151,8 @@ guard | a foreign program's end | none: whoever started it kills it | what it st
 guard.end | what the program started | 0, then `KILL_WAIT_S` | killed
 megatron/mesh.py
 Mesh.gather | all ranks | `collective_timeout` | the rank fails, its peers named
-Mesh.scatter_parts | all ranks | `collective_timeout` | the rank fails, its peers named
 Mesh._receive_part | rank 0 | `collective_timeout` | the rank fails
+Mesh._send_parts | ranks that hand on | `collective_timeout` | the rank fails
 monitor/logs.py
 _keep_small | the next look at a log | `LOOK_S` | it looks
 ask_stacks_of_siblings | stacks of other processes | `STACKS_S` | without them

@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rft.config import Config, ConfigError, TrainerConfig
 from rft.ground import durable
 from rft.ground.device import Device
@@ -66,7 +68,7 @@ class StepReporter:
 
     def step(self, version: int, metrics: dict[str, float], experiences: list[Experience]) -> None:
         tokens = sum(len(e.tokens) for e in experiences)
-        trained = [len(e.tokens) for e in experiences if any(e.action_mask)] * self.epochs
+        trained = [len(e.tokens) for e in experiences if np.any(e.action_mask)] * self.epochs
         shared = metrics.get("packing/shared_flops_frac", 0.0)
         speed = self.speed.metrics(trained, metrics["time/train_s"], shared)
         speed["tokens_per_s"] = tokens / metrics["time/step_s"]
@@ -92,8 +94,8 @@ class StepReporter:
     def _row(self, experience: Experience) -> dict[str, Any]:
         return {
             "task": experience.task,
-            "prompt": self.tokenizer.decode(experience.tokens[: experience.prompt_length]),
-            "response": self.tokenizer.decode(experience.tokens[experience.prompt_length :]),
+            "prompt": self.tokenizer.decode(experience.prompt_ids),
+            "response": self.tokenizer.decode(experience.response_ids),
             "reward": experience.reward,
             "outcome": experience.reward_outcome,
             "stop": experience.stop,
@@ -116,7 +118,7 @@ def distributions(experiences: list[Experience], step: int) -> dict[str, list[fl
         "logprob": [
             float(p)
             for e in rollouts
-            for p, mask in zip(e.logprobs or [], e.action_mask, strict=False)
+            for p, mask in zip(e.logprobs, e.action_mask, strict=False)
             if mask
         ],
     }

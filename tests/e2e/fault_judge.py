@@ -108,7 +108,7 @@ class Judge:
         self, version: int, said: list[tuple[list[int], Completion]]
     ) -> list[torch.Tensor]:
         """Of every token of each answer, under one version for all."""
-        rows = [torch.tensor(prompt + made.tokens) for prompt, made in said]
+        rows = [torch.tensor(prompt + made.ids) for prompt, made in said]
         with torch.no_grad():
             # on the right: nobody looks there
             padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

@@ -104,7 +104,7 @@ def error_of(
     with this adapter.
     """
     with torch.no_grad():
-        logits = judge(base, seed)(torch.tensor([prompt + made.tokens])).logits[
+        logits = judge(base, seed)(torch.tensor([prompt + made.ids])).logits[
             0, len(prompt) - 1 : -1
         ]
     logits[:min_tokens, END] = -torch.inf
@@ -152,7 +152,7 @@ def test_every_version_is_the_merged_model_and_the_base_stays(
         assert all(spans(one) == [(version, 0, len(one.tokens))] for one in made)
         assert max(error_of(base, seed, one) for one in made) < TOLERANCE
         assert ray.get(engine.weight_version.remote()) == version
-    assert answer(ask(engine, max_tokens=30, min_tokens=30, seed=1))[0].tokens == first.tokens
+    assert answer(ask(engine, max_tokens=30, min_tokens=30, seed=1))[0].ids == first.ids
     assert error_of(base, 1, made[0]) > 0.1, "the judge can tell one adapter from another"
 
 

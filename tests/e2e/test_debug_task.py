@@ -27,7 +27,7 @@ def test_one_task_goes_through_a_live_engine(tmp_path: Path) -> None:
         msgspec.json.decode(line, type=Experience)
         for line in (job / "experiences.jsonl").read_bytes().splitlines()
     ]
-    assert found and all(one.logprobs and one.versions[0].version == 0 for one in found)
+    assert found and all(len(one.logprobs) and one.versions[0].version == 0 for one in found)
     assert done.stdout.count("\nexperience ") == len(found)
     assert done.stdout.count("  yes ") == sum(sum(one.action_mask) for one in found)
     assert not (tmp_path / "rft" / "looked").exists() or not list(

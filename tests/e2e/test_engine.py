@@ -46,17 +46,17 @@ def test_greedy_takes_the_most_likely_token(
 ) -> None:
     made = answer(ask(first_weights, temperature=0.0, max_tokens=20))[0]
     with torch.no_grad():
-        logits = judge(model_dirs[0])(torch.tensor([PROMPT + made.tokens])).logits[
+        logits = judge(model_dirs[0])(torch.tensor([PROMPT + made.ids])).logits[
             0, len(PROMPT) - 1 : -1
         ]
-    assert made.tokens == logits.argmax(-1).tolist()
+    assert made.ids == logits.argmax(-1).tolist()
     assert_sampled_from(model_dirs[0], made, 1.0)
 
 
 def test_samples_differ_and_a_seed_repeats_them(first_weights: Any) -> None:
-    once = [made.tokens for made in answer(ask(first_weights, n=4, max_tokens=30, seed=11))]
-    again = [made.tokens for made in answer(ask(first_weights, n=4, max_tokens=30, seed=11))]
-    neighbour = [made.tokens for made in answer(ask(first_weights, n=4, max_tokens=30, seed=12))]
+    once = [made.ids for made in answer(ask(first_weights, n=4, max_tokens=30, seed=11))]
+    again = [made.ids for made in answer(ask(first_weights, n=4, max_tokens=30, seed=11))]
+    neighbour = [made.ids for made in answer(ask(first_weights, n=4, max_tokens=30, seed=12))]
     assert once == again
     assert len({tuple(tokens) for tokens in once + neighbour}) == 8
 
@@ -83,10 +83,9 @@ def test_a_stop_text_ends_a_response_with_all_its_tokens_told(
         stop=[text],
     )
     made = answer(first_weights.generate.remote(encode(request)))[longest]
-    assert made.stop == "stop" and words.decode(made.tokens).endswith(text)
+    assert made.stop == "stop" and words.decode(made.ids).endswith(text)
     assert (
-        words.decode(made.tokens).count(text) == 1
-        and made.tokens == free.tokens[: len(made.tokens)]
+        words.decode(made.ids).count(text) == 1 and made.tokens == free.tokens[: len(made.tokens)]
     )
     assert_sampled_from(model_dirs[0], made, 1.0)
     assert [(span.start, span.end) for span in made.versions] == [(0, len(made.tokens))]
@@ -94,7 +93,7 @@ def test_a_stop_text_ends_a_response_with_all_its_tokens_told(
 
 def test_a_prompt_without_room_is_not_asked(engine: Any) -> None:
     made = answer(ask(engine, n=2, prompt=[9] * 1024))
-    assert [one.stop for one in made] == ["prompt_too_long"] * 2 and made[0].tokens == []
+    assert [one.stop for one in made] == ["prompt_too_long"] * 2 and made[0].ids == []
     last = answer(ask(engine, prompt=[9] * 1023, max_tokens=8))[0]
     assert len(last.tokens) == 1
 
@@ -133,7 +132,7 @@ def test_an_answer_has_the_form_that_a_request_asks_for(first_weights: Any) -> N
         assert all(one.stop == "stop" for one in made)
         assert all(number <= 0 for one in made for number in one.logprobs)
         words = character_tokenizer()
-        return [words.decode(one.tokens, skip_special_tokens=True) for one in made]
+        return [words.decode(one.ids, skip_special_tokens=True) for one in made]
 
     for text in said(response_format=FORM):
         found = json.loads(text)

@@ -10,6 +10,7 @@ import asyncio
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from rft.ground.experience import Completion, Experience, Task, VersionSpan
 from rft.rollout.workflows import WorkflowContext, experience
@@ -42,8 +43,8 @@ def joined(first: Completion, second: Completion) -> Completion:
         VersionSpan(version=s.version, start=s.start + at, end=s.end + at) for s in second.versions
     ]
     return Completion(
-        tokens=first.tokens + second.tokens,
-        logprobs=first.logprobs + second.logprobs,
+        tokens=np.concatenate([first.tokens, second.tokens]),
+        logprobs=np.concatenate([first.logprobs, second.logprobs]),
         versions=first.versions + later,
         stop=second.stop,
     )

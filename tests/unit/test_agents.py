@@ -102,7 +102,7 @@ def test_an_async_function_is_run_once_per_response(tmp_path: Path) -> None:
         (n, 0, 0.75, "ok") for n in range(3)
     ]
     assert all(one.metrics["turns"] == 2 and one.temperature == 0.9 for one in made)
-    assert TOKENIZER.decode(made[0].tokens).endswith(
+    assert TOKENIZER.decode(made[0].tokens.tolist()).endswith(
         "<|assistant|>ok<|end|><|user|>?<|end|><|assistant|>ok<|end|>"
     )
 
@@ -192,7 +192,7 @@ def test_a_plain_function_and_a_command_have_processes_of_their_own(
     ]
     check = "import os; assert 'RFT_ENDPOINT_TOKEN' not in os.environ; "
     [one] = run(task(repeat=1, command=[sys.executable, "-c", check + ASKS]), tmp_path)
-    assert one.reward == 0.125 and "<|user|>1+1=<|end|>" in TOKENIZER.decode(one.tokens)
+    assert one.reward == 0.125 and "<|user|>1+1=<|end|>" in TOKENIZER.decode(one.tokens.tolist())
 
 
 def test_what_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -254,10 +254,10 @@ def test_history_holds_every_call_until_it_is_taken(tmp_path: Path) -> None:
                 model="m", messages=[{"role": "user", "content": "a"}]
             )
         kept = ctx.extract_experience_from_history(clear=False)
-        assert [one.tokens[one.prompt_length :] for one in kept[:2]] == [one.tokens for one in made]
+        assert [one.response_ids for one in kept[:2]] == [one.ids for one in made]
         assert (
             len(kept) == 3
-            and kept[0].logprobs == made[0].logprobs
+            and list(kept[0].logprobs) == list(made[0].logprobs)
             and kept[0].reward_outcome == "none"
         )
         assert (

@@ -117,7 +117,7 @@ def loaded_by(module: str) -> set[str]:
         ("rft.sync.worker", {"megatron", "torch", "vllm"}),
         ("rft.sync.receiver", {"megatron"}),
         ("rft.ground.names", {"torch", "megatron"}),
-        ("rft.ground.experience", {"torch", "numpy"}),
+        ("rft.ground.experience", {"torch", "ray", "vllm", "megatron"}),
         ("rft.rollout.reward_worker", {"torch", "ray", "vllm"}),
         ("rft.extras.pipeline.worker", {"torch", "ray", "vllm", "transformers"}),
         ("rft.checkpoint.agent", {"torch", "numpy", "megatron", "ray", "omegaconf"}),

@@ -88,7 +88,9 @@ def test_stats_go_into_info_and_shape_rewards(tmp_path: Path, url: str) -> None:
     )
     assert [one.info for one in found] == [{"text_len": len("0 9")}] * 3, "a null is no stat"
     assert [one.reward for one in found] == [1.5, 2.5, 3.5]
-    assert [one.tokens for one in found] == [one.tokens for one in group(3, 0.0, 1.0, 2.0)]
+    assert [list(one.tokens) for one in found] == [
+        list(one.tokens) for one in group(3, 0.0, 1.0, 2.0)
+    ]
 
 
 def test_the_service_may_filter_and_order_and_score(tmp_path: Path, url: str) -> None:

@@ -16,6 +16,7 @@ from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.progress import StepSize
 from rft.config import ConfigError, ExperienceBufferConfig
+from rft.ground.columns import listed
 from rft.ground.experience import Experience, VersionSpan, encode
 from rft.tools import buffer as tool
 from tests.unit.sql_world import buffer as sql_buffer
@@ -23,7 +24,7 @@ from tests.unit.sql_world import buffer as sql_buffer
 
 def experience(seed: int) -> Experience:
     draw, length = random.Random(seed), 5
-    return Experience(
+    made = Experience(
         tokens=[draw.randrange(2**18) for _ in range(3 + length)],
         prompt_length=3,
         action_mask=[1, 1, 0, 1, 1],
@@ -39,6 +40,8 @@ def experience(seed: int) -> Experience:
         info={"a": [1, "ü"]},
         metrics={"x": 0.1},
     )
+    made.as_columns()
+    return made
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -160,7 +163,7 @@ def test_dump_says_what_is_wrong(
 def test_a_line_that_cannot_be_trained_on_is_refused_with_its_number(
     tmp_path: Path, change: dict[str, object], why: str
 ) -> None:
-    good = json.loads(msgspec.json.encode(experience(1)))
+    good = json.loads(msgspec.json.encode(experience(1), enc_hook=listed))
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(good) + "\n" + json.dumps(good | change) + "\n")
     with pytest.raises(

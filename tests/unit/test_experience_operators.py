@@ -131,7 +131,7 @@ def test_dynamic_sampling_keeps_groups_that_differ() -> None:
 def test_truncated_responses_teach_nothing_and_stay() -> None:
     group = [*made(0.0, stop="length"), *made(1.0)]
     kept, metrics = apply("mask_response_truncated", group)
-    assert [one.action_mask for one in kept] == [[0, 0], [1, 1]] and metrics == {
+    assert [list(one.action_mask) for one in kept] == [[0, 0], [1, 1]] and metrics == {
         "masked_truncated_count": 1
     }
 
@@ -243,4 +243,6 @@ def test_the_control_deals_rewards_that_say_nothing_of_the_answers() -> None:
     assert all(sorted(rewards) == [0.0, 0.0, 0.5, 1.0] for rewards in dealt)
     for place in range(4):
         assert abs(fmean(rewards[place] for rewards in dealt) - 0.375) < 0.04
-    assert [one.tokens for one in first_right[0]] == [one.tokens for one in made(1, 1, 1, 1)]
+    assert [list(one.tokens) for one in first_right[0]] == [
+        list(one.tokens) for one in made(1, 1, 1, 1)
+    ]

@@ -108,8 +108,8 @@ def test_operators_change_a_group_in_order_and_remember(tmp_path: Path) -> None:
     first, second = asyncio.run(scenario())
     assert (
         [one.reward for one in first] == [20.0]
-        and first[0].tokens == [0, 1, 9]
-        and first[0].logprobs == [-0.5, -0.25]
+        and first[0].tokens.tolist() == [0, 1, 9]
+        and first[0].logprobs.tolist() == [-0.5, -0.25]
     )
     assert first[0].info == {"seen": 1, "said": "1 9"}, (
         "its texts are there for operators, and not stored"
@@ -146,7 +146,9 @@ def test_an_operator_that_misbehaves_costs_its_group_and_is_named(
                 await made.process(1, task(1), group(1, 1.0))
             assert said in str(failed.value) and "\n" not in str(failed.value), failed.value
             assert "odd_operators.py:Does" in failed.value.operator
-            assert (await made.process(2, task(2), group(2, 1.0))).experiences[0].tokens == [
+            assert (await made.process(2, task(2), group(2, 1.0))).experiences[
+                0
+            ].tokens.tolist() == [
                 2,
                 0,
                 9,

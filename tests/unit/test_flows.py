@@ -128,13 +128,13 @@ def test_a_dialogue_goes_on_from_the_ids_that_were_sampled(run: Any) -> None:
     (made,) = run(Guess, ctx)
     prompt = ids("<|user|>6*7=<|end|><|assistant|>")
     heard = ids("<|user|>higher 1<|end|><|assistant|>")
-    assert made.tokens == [*prompt, *ids(f"7{END}"), *heard, *ids(f"42{END}")]
-    assert ctx.asked[1].prompt == made.tokens[: -len(ids(f"42{END}"))], (
+    assert made.tokens.tolist() == [*prompt, *ids(f"7{END}"), *heard, *ids(f"42{END}")]
+    assert ctx.asked[1].prompt == made.tokens[: -len(ids(f"42{END}"))].tolist(), (
         "nothing was tokenized again"
     )
     assert made.prompt_length == len(prompt)
-    assert made.action_mask == [1, 1, *[0] * len(heard), 1, 1, 1]
-    assert made.logprobs == [-0.5 if mask else 0.0 for mask in made.action_mask]
+    assert made.action_mask.tolist() == [1, 1, *[0] * len(heard), 1, 1, 1]
+    assert made.logprobs.tolist() == [-0.5 if mask else 0.0 for mask in made.action_mask]
     at = 2 + len(heard)
     assert made.versions == [
         VersionSpan(version=1, start=0, end=2),
@@ -149,8 +149,8 @@ def test_what_follows_closes_a_turn_that_the_model_did_not(run: Any) -> None:
     ctx = Scripted("7<|pad|>", f"42{END}")
     ctx.completion = lambda line, version, of=ctx.completion: made_to_stop(of(line, version))  # type: ignore[method-assign]
     (made,) = run(Guess, ctx)
-    assert made.tokens[made.prompt_length :][:4] == ids(f"7<|pad|>{END}<|user|>")
-    assert made.action_mask[:4] == [1, 1, 0, 0]
+    assert made.response_ids[:4] == ids(f"7<|pad|>{END}<|user|>")
+    assert made.action_mask[:4].tolist() == [1, 1, 0, 0]
 
 
 def made_to_stop(made: Completion) -> Completion:
@@ -170,7 +170,11 @@ def test_turns_are_bounded_and_the_argument_wins(run: Any, more: dict, turns: in
         max_step_num = 3
 
     (made,) = run(Short, Scripted(*[f"7{END}"] * 9), **more)
-    assert (made.metrics["turns"], made.reward, made.action_mask[-2:]) == (turns, 0.0, [1, 1])
+    assert (made.metrics["turns"], made.reward, made.action_mask[-2:].tolist()) == (
+        turns,
+        0.0,
+        [1, 1],
+    )
 
 
 def test_a_dialogue_ends_where_the_context_or_an_answer_does(run: Any) -> None:
@@ -237,7 +241,9 @@ def test_each_turn_has_its_own_reward_and_failures_are_outcomes(run: Any) -> Non
         and "ZeroDivisionError" in made[3].info["reward_message"]
     )
     whole = ids("<|user|>6*7=<|end|><|assistant|>7<|end|><|user|>no<|end|><|assistant|>")
-    assert made[1].tokens == [*whole, *ids(f"8{END}")] and made[1].action_mask == [1, 1]
+    assert made[1].tokens.tolist() == [*whole, *ids(f"8{END}")] and made[
+        1
+    ].action_mask.tolist() == [1, 1]
 
 
 def test_one_reward_for_all_turns(run: Any) -> None:
@@ -358,8 +364,8 @@ def test_a_model_uses_python_and_what_it_says_is_not_trained(run: Any) -> None:
     )
     said = ids("<|tool|>42\n<|end|><|assistant|>")
     at = made.prompt_length + len(ids(called_with("print(6*7)")))
-    assert made.tokens[at : at + len(said)] == said
-    mask = [0] * made.prompt_length + made.action_mask
+    assert made.tokens[at : at + len(said)].tolist() == said
+    mask = [0] * made.prompt_length + made.action_mask.tolist()
     assert not any(mask[at : at + len(said)]) and mask[at + len(said)] == mask[at - 1] == 1
     assert "ZeroDivisionError" in text and "error: exit code 1" in text
     told = {"turns": 3.0, "tools/calls": 2.0, "tools/failed": 1.0}

@@ -150,5 +150,6 @@ def test_the_batch_of_a_step_that_fails_is_kept(tmp_path: Path) -> None:
     path = skips.keep(batch)
     assert path == tmp_path / "step_00000005.msgpack", "named like its metrics would have been"
     assert (
-        json.dumps([e.tokens for e in decode(path.read_bytes(), Batch).experiences]) == "[[1, 2]]"
+        json.dumps([e.tokens.tolist() for e in decode(path.read_bytes(), Batch).experiences])
+        == "[[1, 2]]"
     )

@@ -18,14 +18,13 @@ from rft.data.packing import (
     assign,
     cp_index,
     cp_positions,
-    decode_part,
     divide,
-    encode_part,
     multiple_of,
     pack,
     slice_cp,
     token_weights,
 )
+from rft.data.wire import decode_part, encode_part
 
 LENGTHS = st.lists(st.integers(1, 70), max_size=30)
 

@@ -105,8 +105,11 @@ def test_every_answer_of_a_dialogue_is_learned_where_that_is_asked_for(
     config = buffer(path, enable_concatenated_multi_turn=True)
     assert check_supervised(config, KEY) == 1
     (one,) = SupervisedRows(config, tokenizer, 1, 0, 64).take(0).experiences
-    assert tokenizer.decode(one.tokens[: one.prompt_length]) == "<|user|>a<|end|><|assistant|>"
-    assert one.action_mask == [1, 1, 0, 0, 0, 0, 0, 1, 1]
+    assert (
+        tokenizer.decode(one.tokens[: one.prompt_length].tolist())
+        == "<|user|>a<|end|><|assistant|>"
+    )
+    assert one.action_mask.tolist() == [1, 1, 0, 0, 0, 0, 0, 1, 1]
 
 
 def test_cpt_learns_every_token_after_the_first(tmp_path: Path, tokenizer: Any) -> None:
@@ -116,7 +119,7 @@ def test_cpt_learns_every_token_after_the_first(tmp_path: Path, tokenizer: Any) 
     assert check_supervised(config, KEY, schema="cpt") == 4
     rows = SupervisedRows(config, tokenizer, 2, 0, 6, schema="cpt")
     assert [
-        (tokenizer.decode(e.tokens), e.prompt_length, e.action_mask)
+        (tokenizer.decode(e.tokens.tolist()), e.prompt_length, list(e.action_mask))
         for e in rows.take(0).experiences
     ] == [
         ("abc", 1, [1, 1]),
@@ -150,16 +153,14 @@ def test_a_pair_is_two_neighbours_and_a_batch_counts_both(
     assert check_supervised(config, KEY, 4, "dpo") == 4
     rows = SupervisedRows(config, tokenizer, 4, 0, 64, schema="dpo")
     assert rows.steps_per_epoch == 1 and rows.too_long == 1, "a pair is left out whole"
-    found = [
-        (e.task, tokenizer.decode(e.tokens[e.prompt_length :])) for e in rows.take(0).experiences
-    ]
+    found = [(e.task, tokenizer.decode(e.response_ids)) for e in rows.take(0).experiences]
     assert found == [
         ("rows/0/0/chosen", "b<|end|>"),
         ("rows/0/0/rejected", "c<|end|>"),
         ("rows/0/2/chosen", "f<|end|>"),
         ("rows/0/2/rejected", "gh<|end|>"),
     ]
-    assert {tokenizer.decode(e.tokens[: e.prompt_length]) for e in rows.take(0).experiences} == {
+    assert {tokenizer.decode(e.prompt_ids) for e in rows.take(0).experiences} == {
         "<|user|>a<|end|><|assistant|>"
     }
 

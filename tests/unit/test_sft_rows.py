@@ -36,7 +36,7 @@ def sums(path: Path, count: int) -> ExperienceBufferConfig:
 def parts(tokenizer: Any, experience: Experience) -> tuple[str, str]:
     """Text of the tokens without and with loss."""
     split = experience.prompt_length
-    assert experience.action_mask == [1] * experience.response_length
+    assert experience.action_mask.tolist() == [1] * experience.response_length
     return tokenizer.decode(experience.tokens[:split]), tokenizer.decode(experience.tokens[split:])
 
 
@@ -72,7 +72,7 @@ def test_of_messages_only_the_last_answer_has_loss(tmp_path: Path, tokenizer: An
         "d<|end|>",
     )
     whole = tokenizer.apply_chat_template(rows[0]["messages"], return_dict=False)
-    assert experience.tokens == whole, "the same tokens as the template writes"
+    assert experience.tokens.tolist() == whole, "the same tokens as the template writes"
 
 
 def test_every_epoch_takes_every_row_once_in_another_order(tmp_path: Path, tokenizer: Any) -> None:

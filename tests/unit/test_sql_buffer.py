@@ -102,7 +102,9 @@ def test_the_oldest_come_first_and_a_resume_replays_batches_with_every_field(url
         assert (await trainer.attach_trainer(0, 2))["replay"] == [0, 1]
         batch = opened(await trainer.take(0))
         assert batch.replayed and [e.reward for e in batch.experiences] == [0.25, 0.0, 0.25, 1.0]
-        assert all(e.versions[0].version == 7 and e.tokens == [1, 2, 3] for e in batch.experiences)
+        assert all(
+            e.versions[0].version == 7 and e.tokens.tolist() == [1, 2, 3] for e in batch.experiences
+        )
         await trainer.consumed(0)
         await trainer.retain(0, 1)
         with pytest.raises(ValueError, match="keeps batches of p/run/trainer from step 1 on"):

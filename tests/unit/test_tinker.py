@@ -483,7 +483,7 @@ def test_requests_end_where_they_must(
         )
         assert len(made.tokens) <= 4, "the context is full"
         (none,) = decode(await engine.generate(asked(prompt=[10] * 16)), list[Completion])
-        assert (none.stop, none.tokens) == ("prompt_too_long", [])
+        assert (none.stop, none.ids) == ("prompt_too_long", [])
         (first,) = decode(
             await engine.generate(asked(stop_token_ids=list(range(100)))), list[Completion]
         )

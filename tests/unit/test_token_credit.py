@@ -15,7 +15,8 @@ from rft.algorithm.losses import LOSSES, clipped_value, token_loss
 from rft.algorithm.ratios import ESTIMATORS, Correction, estimate
 from rft.algorithm.token_advantages import gae, whitened
 from rft.config import AlgorithmConfig
-from rft.data.packing import Packed, Row, decode_part, encode_part, pack, slice_cp
+from rft.data.packing import Packed, Row, pack, slice_cp
+from rft.data.wire import decode_part, encode_part
 from rft.ground.experience import Experience
 
 PENALTY = {"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.2}}

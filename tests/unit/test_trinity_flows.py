@@ -171,8 +171,8 @@ def test_thinking_ends_with_its_budget() -> None:
     [one], context = made(of, "long", "42" + END)
     assert [request.sampling.max_tokens for request in context.asked] == [4, 16]
     added = len("</think>")
-    assert one.action_mask == [1] * 4 + [0] * added + [1] * 3
-    assert TOKENIZER.decode(one.tokens[one.prompt_length :]).startswith("long</think>42")
+    assert one.action_mask.tolist() == [1] * 4 + [0] * added + [1] * 3
+    assert TOKENIZER.decode(one.response_ids).startswith("long</think>42")
     [one], context = made(of, "ok" + END)
     assert len(context.asked) == 1 and all(one.action_mask)
 
@@ -385,14 +385,14 @@ def test_a_row_says_which_tools_are_offered() -> None:
 def test_a_token_that_the_form_left_no_choice_of_is_not_trained() -> None:
     form = Sampling(structured={"json_object": True})
     said = Completion(tokens=[5, 6, 7], logprobs=[-1.0, 0.0, -0.5], versions=[], stop="stop")
-    assert said.chosen(form) == [1, 0, 1] and said.chosen(Sampling()) == [1, 1, 1]
+    assert list(said.chosen(form)) == [1, 0, 1] and list(said.chosen(Sampling())) == [1, 1, 1]
     talk = Dialogue(task("single_turn", sampling=form), [1], 0)
     talk.say(said)
-    assert talk.whole().action_mask == talk.turns[0].action_mask == [1, 0, 1]
+    assert list(talk.whole().action_mask) == list(talk.turns[0].action_mask) == [1, 0, 1]
     session = Session("s")
     asked = read({"prompt": "x", "response_format": {"type": "json_object"}}, Sampling())
     session.record(asked, None, [1], said, "", id="a", answer=None)
-    assert session.experiences()[0].action_mask == [1, 0, 1]
+    assert session.experiences()[0].action_mask.tolist() == [1, 0, 1]
 
 
 TEMPLATE = (

@@ -9,6 +9,7 @@ from rft.buffer.journal import Journal
 from rft.buffer.progress import Stored
 from rft.buffer.store import read_experiences
 from rft.config import ConfigError
+from rft.ground.columns import listed
 from rft.ground.experience import Experience, VersionSpan, encode
 from rft.tools.view import View, tokenizer_of
 
@@ -59,7 +60,7 @@ def test_a_queue_in_use_is_read_up_to_its_last_whole_record(tmp_path: Path) -> N
 
 def test_a_file_of_experiences_is_read_exactly(tmp_path: Path) -> None:
     one = made(0.25, [8, 9], metrics={"right": 0.25})
-    (tmp_path / "a.jsonl").write_bytes(msgspec.json.encode(one) + b"\n")
+    (tmp_path / "a.jsonl").write_bytes(msgspec.json.encode(one, enc_hook=listed) + b"\n")
     assert list(read_experiences(tmp_path / "a.jsonl")) == [one]
 
 

@@ -2,8 +2,10 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rft.config import ConfigError
@@ -29,6 +31,8 @@ class FakeContext:
         self.completions = completions
         self.generated: list[tuple[list[int], int, Sampling]] = []
         self.scored: list[tuple[str, list[str]]] = []
+        self.told: list[str] = []
+        self.shared = SimpleNamespace(count=lambda name, told: self.told.append(told))
 
     def render(self, task: Task) -> list[int]:
         return [ord(character) for character in str(task.prompt)]
@@ -84,8 +88,8 @@ def test_single_turn_keeps_exact_ids_logprobs_versions_and_asks_once() -> None:
     prompt = [ord(character) for character in "6*7="]
     assert ctx.generated == [(prompt, 2, Sampling(temperature=0.7))]
     assert ctx.scored == [("exact_match", ["42", "hang"])]
-    assert first.tokens == [*prompt, ord("4"), ord("2")] and first.prompt_length == 4
-    assert (first.action_mask, first.logprobs) == ([1, 1], [-0.5, -1.5])
+    assert first.tokens.tolist() == [*prompt, ord("4"), ord("2")] and first.prompt_length == 4
+    assert (list(first.action_mask), list(first.logprobs)) == ([1, 1], [-0.5, -1.5])
     assert first.versions == [VersionSpan(version=5, start=0, end=2)] and first.oldest_version == 5
     assert (first.reward, first.reward_outcome, first.stop, first.metrics) == (
         2,
@@ -104,7 +108,7 @@ def test_a_greedy_response_has_a_reward_and_no_token_to_train_on() -> None:
     ctx = FakeContext([completion("42")])
     (found,) = asyncio.run(workflows.greedy(task(4), ctx))
     assert [(n, sampling) for _, n, sampling in ctx.generated] == [(1, Sampling(temperature=0.0))]
-    assert (found.reward, found.action_mask, found.info) == (2, [0, 0], {"baseline": True})
+    assert (found.reward, list(found.action_mask), found.info) == (2, [0, 0], {"baseline": True})
 
 
 def test_a_prompt_that_is_too_long_is_not_scored() -> None:
@@ -176,7 +180,10 @@ def user_file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["Mine", "function", "plain"])
 def test_a_users_class_or_function_is_a_workflow(name: str, user_file: Path) -> None:
-    assert run(task(1, workflow=f"{user_file}:{name}"), FakeContext([]))[0].tokens == [1, 2]
+    ctx = FakeContext([])
+    (made,) = run(task(1, workflow=f"{user_file}:{name}"), ctx)
+    assert made.tokens.tolist() == [1, 2] and made.tokens.dtype == np.int32
+    assert len(ctx.told) == 1 and "as lists: they are made columns" in ctx.told[0]
 
 
 @pytest.mark.parametrize(

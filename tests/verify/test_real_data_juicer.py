@@ -68,7 +68,7 @@ def test_experiences_have_the_stats_of_real_operators(tmp_path: Path) -> None:
         {"alphanumeric_filter": {"tokenization": False, "min_ratio": 0.0, **keys}},
     )
     given = group(3, 0.0, 1.0, 2.0)
-    assert [one.tokens for one in found] == [one.tokens for one in given]
+    assert [list(one.tokens) for one in found] == [list(one.tokens) for one in given]
     assert [one.info for one in found] == [{"text_len": 3, "alnum_ratio": pytest.approx(2 / 3)}] * 3
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(

@@ -67,7 +67,9 @@ def test_frozen_lake_rewards_who_crosses_it(tmp_path: Path) -> None:
     world = World(walker, tmp_path)
     ((made, twin),) = world.run(task("gymnasium", repeat=2, **LAKE))
     assert (made.reward, made.metrics["turns"], made.metrics["environment/terminated"]) == (1, 6, 1)
-    assert TOKENIZER.decode(made.tokens).count("<|user|>") == 6 and made.tokens == twin.tokens
+    assert TOKENIZER.decode(made.tokens.tolist()).count("<|user|>") == 6 and list(
+        made.tokens
+    ) == list(twin.tokens)
     drowned = World(lambda prompt, n: "<action>left</action>", tmp_path)
     right = World(
         lambda prompt, n: "3, no: right" if prompt.count("<|user|>") > 1 else "1", tmp_path
@@ -88,7 +90,7 @@ def test_every_seed_has_a_lake_of_its_own(tmp_path: Path) -> None:
     assert rows == [{"prompt": "FrozenLake-v1", "response": "", "seed": 5 + n} for n in range(4)]
     found = World(walker, tmp_path).run(*[task("gymnasium", raw=row, **args) for row in rows])
     assert [made.reward for (made,) in found] == [1.0] * 4
-    shown = {TOKENIZER.decode(made.tokens[: made.prompt_length]) for (made,) in found}
+    shown = {TOKENIZER.decode(made.prompt_ids) for (made,) in found}
     assert len(shown) > 1
 
 
@@ -120,7 +122,7 @@ def test_procedural_tasks_are_scored_by_their_own_scorer(tmp_path: Path) -> None
 
     found = World(adds, tmp_path).run(*[task("reasoning_gym", raw=row, **args) for row in rows])
     for (made,), row in zip(found, rows, strict=True):
-        text = TOKENIZER.decode(made.tokens)
+        text = TOKENIZER.decode(made.tokens.tolist())
         assert row["prompt"] in text and f"<answer>{row['response']}</answer>" in text
         assert (made.reward, made.metrics["turns"], made.metrics["environment/tagged"]) == (1, 1, 1)
     ((wrong,),) = World(lambda prompt, n: "no idea", tmp_path).run(
@@ -146,7 +148,7 @@ def test_an_environment_of_verifiers_asks_the_model_itself(tmp_path: Path) -> No
             (1, 1.25, 1.0),
         ]
         text = f"<|user|>{row['prompt']}<|end|><|assistant|>{row['response']}<|end|>"
-        assert TOKENIZER.decode(made[0].tokens) == text
+        assert TOKENIZER.decode(made[0].tokens.tolist()) == text
         assert sum(made[0].action_mask) == len(row["response"]) + 1
     ((wrong,),) = World(lambda prompt, n: "many", tmp_path).run(
         task("verifiers", raw=rows[0], **args)
@@ -163,7 +165,7 @@ def test_several_turns_of_verifiers_are_one_experience(tmp_path: Path) -> None:
 
     world = World(bisects, tmp_path)
     ((made,),) = world.run(task("verifiers", raw={"seed": 0}, row=0, **args))
-    text = TOKENIZER.decode(made.tokens)
+    text = TOKENIZER.decode(made.tokens.tolist())
     assert text.endswith("<|assistant|>4<|end|><|user|>higher<|end|><|assistant|>5<|end|>")
     assert (made.reward, sum(made.action_mask)) == (1.25, 4)
 
@@ -191,7 +193,7 @@ def test_a_taskset_of_verifiers_is_rewarded_by_its_own_functions(tmp_path: Path)
         ]
         assert told == [(0, 1.25, 1.0, 1.0), (1, 1.25, 1.0, 1.0)]
         text = f"<|user|>{row['prompt']}<|end|><|assistant|>{row['response']}<|end|>"
-        assert TOKENIZER.decode(made[0].tokens) == text
+        assert TOKENIZER.decode(made[0].tokens.tolist()) == text
     ((wrong,),) = World(lambda prompt, n: "many", tmp_path).run(
         task("verifiers_v1", raw={}, row=1, **args)
     )
@@ -219,7 +221,7 @@ def test_a_game_of_textworld_is_won_by_its_own_commands(tmp_path: Path) -> None:
     )
     ((made,),) = world.run(task("textworld", **args))
     assert made.reward_outcome == "ok" and 0.0 <= made.reward <= 1.0
-    assert "You may: " in TOKENIZER.decode(made.tokens) and made.metrics["turns"] >= 1
+    assert "You may: " in TOKENIZER.decode(made.tokens.tolist()) and made.metrics["turns"] >= 1
     assert "no game /no/game.z8" in refusal("textworld", env_id="/no/game.z8")
 
 
@@ -251,7 +253,7 @@ def test_an_experiment_of_scienceworld_is_done_by_its_own_path(tmp_path: Path) -
     asked[1].prompt = described
     world = World(walks, tmp_path, room=12000)
     for (made,) in world.run(*asked):
-        text = TOKENIZER.decode(made.tokens)
+        text = TOKENIZER.decode(made.tokens.tolist())
         assert "focus on the thing" in text and "Commands: activate OBJ" in text
         assert made.metrics["environment/score"] == 100.0 == made.metrics["environment/done"] * 100
         assert made.reward == pytest.approx(0.92), "what it had before the first command is no gain"
@@ -280,7 +282,7 @@ def test_agentscopes_own_agent_is_judged_by_the_tasks_reward(tmp_path: Path) -> 
     world = World(lambda prompt, n: "42", tmp_path)
     world.shared.rewards = Scores()  # type: ignore[assignment]
     ((made,),) = world.run(task("agentscope"))
-    assert "6*7=" in TOKENIZER.decode(made.tokens) and made.reward == 0.5
+    assert "6*7=" in TOKENIZER.decode(made.tokens.tolist()) and made.reward == 0.5
     assert "nonsense" in refusal("agentscope", env_args={"type": "nonsense"})
     assert not list(problems(settings("agentscope", env_args={"type": "gsm8k"}), "k", True))
 

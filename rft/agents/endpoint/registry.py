@@ -23,6 +23,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rft.agents.endpoint.chat_format import ApiError
 from rft.agents.endpoint.sessions import Feedback, Session
 from rft.ground.experience import Experience, Sampling
@@ -185,7 +187,7 @@ class Registry:
 
     async def _finish(self, found: OpenedSession, task: str | None) -> tuple[int, bool]:
         session = found.session
-        made = [one for one in session.experiences() if any(one.action_mask)]
+        made = [one for one in session.experiences() if np.any(one.action_mask)]
         self.close(session.id)
         if not made:
             raise ApiError(

@@ -166,14 +166,14 @@ def _pieces(choice: SampledChoice, text: str) -> list[str]:
 
 def _of_text(choice: SampledChoice) -> Logprobs:
     """Of every sampled token, the end of the turn too: exactly what is recorded."""
-    numbers = list(choice.made.logprobs)
+    numbers = choice.made.logprobs.tolist()
     return Logprobs(tokens=choice.tokens, token_logprobs=numbers, top_logprobs=None, text_offset=[])
 
 
 def _of_chat(choice: SampledChoice) -> ChoiceLogprobs:
     rows = [
         {"token": token, "logprob": number, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, number in zip(choice.tokens, choice.made.logprobs, strict=True)
+        for token, number in zip(choice.tokens, choice.made.logprobs.tolist(), strict=True)
     ]
     return ChoiceLogprobs(content=rows, refusal=None)
 

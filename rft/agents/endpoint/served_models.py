@@ -109,7 +109,7 @@ class Model:
         prompt = self.prompt(asked, None)
         self.check_room(prompt)
         [made] = await self.answer(request_id, prompt, sampling)
-        return self.text(made.tokens)
+        return self.text(made.ids)
 
     def check_room(self, prompt: list[int]) -> None:
         if len(prompt) > (self.max_prompt or self.max_model_len - 1):

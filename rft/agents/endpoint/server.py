@@ -231,8 +231,8 @@ class OpenAIEndpoint:
         made: Completion,
         id: str,
     ) -> SampledChoice:
-        text = chat_format.cut(model.text(made.tokens), asked.stop)
-        parsed = model.parsed(made.tokens, asked)
+        text = chat_format.cut(model.text(made.ids), asked.stop)
+        parsed = model.parsed(made.ids, asked)
         message = chat_format.answer_message(
             text, bool(asked.tools), id.replace("chatcmpl", "call"), parsed
         )
@@ -243,7 +243,7 @@ class OpenAIEndpoint:
             self.registry.counts.update(
                 answers=1, tokens=len(made.tokens), branches=session.branches - before
             )
-        tokens = [model.tokenizer.decode([one]) for one in made.tokens] if asked.logprobs else []
+        tokens = [model.tokenizer.decode([one]) for one in made.ids] if asked.logprobs else []
         return SampledChoice(made, message, text, tokens)
 
     async def _stream(

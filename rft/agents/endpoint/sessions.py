@@ -20,7 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rft.agents.endpoint.chat_format import Asked, canonical
+from rft.ground.columns import Flags, Ids, LogProbs, TokenRewards, column
 from rft.ground.experience import (
     Completion,
     Experience,
@@ -67,18 +70,17 @@ class Line:
         """The one of all that is trained; None while nothing is."""
         return next((call.temperature for call in self.calls if call.temperature > 0), None)
 
-    def add(
-        self, prompt: Sequence[int], made: Completion, call: ModelCall, chosen: list[int]
-    ) -> None:
+    def add(self, prompt: Sequence[int], made: Completion, call: ModelCall, chosen: Flags) -> None:
         """`prompt` begins with all tokens of this line.
 
         A greedy answer was not sampled, and is not trained.
         """
         between = prompt[len(self.tokens) :] if self.calls else ()
         at = len(self.tokens) + len(between) - self.prompt_length
-        self.tokens += [*between, *made.tokens]
-        self.action_mask += [0] * len(between) + [one * (call.temperature > 0) for one in chosen]
-        self.logprobs += [0.0] * len(between) + list(made.logprobs)
+        self.tokens += [*between, *made.ids]
+        trained = (chosen & (call.temperature > 0)).tolist()
+        self.action_mask += [0] * len(between) + trained
+        self.logprobs += [0.0] * len(between) + made.logprobs.tolist()
         self.versions += [
             VersionSpan(version=s.version, start=s.start + at, end=s.end + at)
             for s in made.versions
@@ -205,7 +207,10 @@ class Session:
             prompt = self.too_long
             made = [
                 Experience(
-                    tokens=prompt, prompt_length=len(prompt), action_mask=[], stop="prompt_too_long"
+                    tokens=column(Ids, prompt),
+                    prompt_length=len(prompt),
+                    action_mask=column(Flags, []),
+                    stop="prompt_too_long",
                 )
             ]
         for number, experience in enumerate(made):
@@ -217,10 +222,10 @@ class Session:
     def _whole(self, line: Line) -> Experience:
         last = line.calls[-1]
         experience = Experience(
-            tokens=line.tokens,
+            tokens=column(Ids, line.tokens),
             prompt_length=line.prompt_length,
-            action_mask=line.action_mask,
-            logprobs=line.logprobs,
+            action_mask=column(Flags, line.action_mask),
+            logprobs=column(LogProbs, line.logprobs),
             versions=line.versions,
             temperature=line.temperature or 1.0,
             stop="length" if self.too_long else last.stop,
@@ -228,11 +233,11 @@ class Session:
             metrics={"turns": float(len(line.calls))},
         )
         if self.feedback.turns:
-            experience.token_rewards = [0.0] * experience.response_length
+            experience.token_rewards = np.zeros(experience.response_length)
             for call in filter(lambda one: one.end > one.start, line.calls):
                 experience.token_rewards[call.end - 1 - line.prompt_length] = self._of_turn(call)
         elif self.feedback.tokens:
-            experience.token_rewards = list(self.feedback.tokens)
+            experience.token_rewards = column(TokenRewards, self.feedback.tokens)
         return self._rewarded(experience, self.feedback.total)
 
     def _alone(self, line: Line, call: ModelCall) -> Experience:
@@ -243,10 +248,10 @@ class Session:
             if start <= s.start and s.end <= end
         ]
         experience = Experience(
-            tokens=line.tokens[: call.end],
+            tokens=column(Ids, line.tokens[: call.end]),
             prompt_length=call.start,
-            action_mask=line.action_mask[start:end],
-            logprobs=line.logprobs[start:end],
+            action_mask=column(Flags, line.action_mask[start:end]),
+            logprobs=column(LogProbs, line.logprobs[start:end]),
             versions=spans,
             temperature=call.temperature or 1.0,
             stop=call.stop,

@@ -8,6 +8,8 @@ from math import isfinite
 from statistics import fmean, pstdev
 from typing import Any
 
+import numpy as np
+
 from rft.ground.experience import Experience
 
 SHAPING_OPERATIONS: dict[str, Callable[[float, float], float]] = {
@@ -165,7 +167,7 @@ class MaskTruncated:
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
         cut = [experience for experience in experiences if experience.stop == "length"]
         for experience in cut:
-            experience.action_mask = [0] * experience.response_length
+            experience.action_mask = np.zeros(experience.response_length, dtype=bool)
         return experiences, {"masked_truncated_count": len(cut)}
 
 
@@ -236,12 +238,12 @@ class DropRepeats:
         self.remember = int(remember)
         if self.remember < 0:
             raise ValueError("remember must be 0 or more")
-        self.seen: dict[tuple[int, ...], None] = {}
+        self.seen: dict[bytes, None] = {}
 
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-        found: dict[tuple[int, ...], Experience] = {}
+        found: dict[bytes, Experience] = {}
         for experience in experiences:
-            tokens = tuple(experience.tokens)
+            tokens = np.asarray(experience.tokens, dtype=np.int32).tobytes()
             if tokens not in self.seen:
                 found.setdefault(tokens, experience)
         if self.remember:

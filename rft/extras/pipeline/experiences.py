@@ -106,10 +106,7 @@ class ExperiencePipeline:
         """Raises OperatorFailed: the group is lost; AllTasksFail: so is the run."""
         assert self.worker is not None, "start comes first"
         prompt = text_of({"prompt": task.prompt}, "prompt")
-        texts = [
-            (self.decode(e.tokens[: e.prompt_length]), self.decode(e.tokens[e.prompt_length :]))
-            for e in experiences
-        ]
+        texts = [(self.decode(e.prompt_ids), self.decode(e.response_ids)) for e in experiences]
         work = Work(group=group, prompt=prompt, payload=encode(experiences), texts=texts)
         try:
             done = await self.worker.run(work)

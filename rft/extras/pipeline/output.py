@@ -26,6 +26,7 @@ from rft.config import Config, ConfigError, ExperienceBufferConfig, TasksetConfi
 from rft.data.files import data_files
 from rft.extras.pipeline.worker_process import TASKS
 from rft.ground import durable
+from rft.ground.columns import listed, unpacked
 from rft.ground.experience import Experience, Record
 
 # keys that change how rows are made, and not which
@@ -153,7 +154,8 @@ class RecordedGroup(Record, kw_only=True):
     experiences: list[Experience]
 
 
-_recorded_decoder = msgspec.json.Decoder(RecordedGroup)
+_recorded_encoder = msgspec.json.Encoder(enc_hook=listed)
+_recorded_decoder = msgspec.json.Decoder(RecordedGroup, dec_hook=unpacked)
 
 
 class GroupRecorder:
@@ -166,10 +168,8 @@ class GroupRecorder:
             os.truncate(place, whole_lines(place, size))
 
     def write(self, group: int, prompt: str, experiences: list[Experience]) -> None:
-        line = msgspec.json.encode(
-            RecordedGroup(group=group, prompt=prompt, experiences=experiences)
-        )
-        self.file.write(line + b"\n")
+        recorded = RecordedGroup(group=group, prompt=prompt, experiences=experiences)
+        self.file.write(_recorded_encoder.encode(recorded) + b"\n")
         self.file.flush()
 
 

@@ -17,6 +17,7 @@ from math import isfinite
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rft.config import ConfigError, DataJuicerConfig, OperatorConfig
 from rft.extras.pipeline.operators import Operator, build, call
@@ -94,7 +95,7 @@ class Worker:
         is_rows = self._setup.key == TASKS
         items: list[Any] = msgspec.json.decode(work.payload) if is_rows else self._received(work)
         done = Done(payload=b"", metrics=[], seconds=[], counts=[])
-        tokens = None if is_rows else {tuple(experience.tokens) for experience in items}
+        tokens = None if is_rows else {as_key(experience) for experience in items}
         for name, operator in self._chosen(work.chosen):
             self._enter(name)
             began = time.perf_counter()
@@ -167,12 +168,21 @@ def checked(result: Any, tokens: set[tuple[int, ...]] | None) -> tuple[list[Any]
     return items, {name: float(value) for name, value in numbers.items() if isfinite(value)}
 
 
-def check_experiences(experiences: list[Experience], tokens: set[tuple[int, ...]]) -> None:
+def as_key(experience: Experience) -> bytes:
+    """Equal where the tokens are."""
+    return np.asarray(experience.tokens, dtype=np.int32).tobytes()
+
+
+def check_experiences(experiences: list[Experience], tokens: set[bytes]) -> None:
     for position, experience in enumerate(experiences):
-        if tuple(experience.tokens) not in tokens:
+        if as_key(experience) not in tokens:
             raise InvalidResult(
                 f"experience {position} has tokens that no engine sampled for this group"
             )
+        try:
+            experience.as_columns()
+        except ValueError as error:
+            raise InvalidResult(f"experience {position}: {error}") from error
         if wrong := problem(experience):
             raise InvalidResult(f"experience {position}: {wrong}")
 

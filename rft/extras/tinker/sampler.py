@@ -19,6 +19,7 @@ from typing import Any
 from rft.config import ModelConfig
 from rft.extras.tinker.service import Service, end_tokens, in_a_line
 from rft.ground import hubs
+from rft.ground.columns import Ids, LogProbs, column
 from rft.ground.experience import Completion, GenerateRequest, VersionSpan, decode, encode
 from rft.ground.rounds import (
     BROKEN,
@@ -87,12 +88,13 @@ class SamplerEngine:
         return encode(completions)
 
     def _completion(self, sequence: Any, version: int) -> Completion:
-        tokens, logprobs = list(sequence.tokens), list(sequence.logprobs or [])
+        tokens = column(Ids, sequence.tokens)
+        logprobs = column(LogProbs, sequence.logprobs or [])
         if len(logprobs) != len(tokens):
             raise RuntimeError(
                 f"{self.name}: {len(tokens)} tokens came with {len(logprobs)} logprobs"
             )
-        spans = [VersionSpan(version=version, start=0, end=len(tokens))] if tokens else []
+        spans = [VersionSpan(version=version, start=0, end=len(tokens))] if len(tokens) else []
         return Completion(
             tokens=tokens, logprobs=logprobs, versions=spans, stop=sequence.stop_reason
         )
@@ -193,4 +195,4 @@ def _sample(client: Any, asked: GenerateRequest, room: int, ends: list[int]) -> 
 
 
 def _empty(stop: Any) -> Completion:
-    return Completion(tokens=[], logprobs=[], versions=[], stop=stop)
+    return Completion.empty(stop)

@@ -14,10 +14,10 @@ also of a user's workflow.
 
 import inspect
 from collections.abc import Callable
-from math import isfinite
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rft.ground.experience import LARGEST_REWARD, Experience, Task, is_reward
 from rft.ground.plugins import lookup
@@ -113,7 +113,7 @@ async def greedy(task: Task, ctx: WorkflowContext) -> list[Experience]:
     sampling = msgspec.structs.replace(task.sampling, temperature=0.0, top_p=1.0, top_k=-1)
     made = await run(msgspec.structs.replace(task, repeat_times=1, sampling=sampling), ctx)
     for one in made:
-        one.action_mask = [0] * one.response_length
+        one.action_mask = np.zeros(one.response_length, dtype=bool)
         one.info = {**one.info, "baseline": True}
     return made
 
@@ -132,12 +132,19 @@ async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
     made: list[Experience] = await called(
         found().run if inspect.isclass(found) else found, task, ctx
     )
-    check(task, made)
+    if listed := check(task, made):
+        told = (
+            f"workflow {task.workflow!r} gives {', '.join(listed)} as lists: they are made columns "
+            "of numpy here (rft.ground.columns), which takes time"
+        )
+        ctx.shared.count("lists_as_columns", told)
     return made
 
 
-def check(task: Task, experiences: list[Experience]) -> None:
-    """Refuse, by name, what the trainer could not learn from or would learn wrongly from."""
+def check(task: Task, experiences: list[Experience]) -> list[str]:
+    """Refuse, by name, what the trainer could not learn from or would learn wrongly from; returns
+    the names of fields that were lists, and are columns now.
+    """
     if not experiences:
         raise ValueError(f"workflow {task.workflow!r} returned no experience for task {task.id}")
     if not isinstance(experiences, list) or not all(
@@ -146,9 +153,16 @@ def check(task: Task, experiences: list[Experience]) -> None:
         raise TypeError(
             f"workflow {task.workflow!r} must return a list of Experience, not {experiences!r:.80}"
         )
+    listed: set[str] = set()
     for position, made in enumerate(experiences):
+        where = f"workflow {task.workflow!r}, experience {position}"
+        try:
+            listed |= set(made.as_columns())
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
         if wrong := problem(made):
-            raise ValueError(f"workflow {task.workflow!r}, experience {position}: {wrong}")
+            raise ValueError(f"{where}: {wrong}")
+    return sorted(listed)
 
 
 def problem(made: Experience) -> str | None:
@@ -156,17 +170,17 @@ def problem(made: Experience) -> str | None:
     if not 0 < made.prompt_length <= len(made.tokens):
         return f"prompt_length {made.prompt_length}"
     per_token = {"action_mask": made.action_mask, "logprobs": made.logprobs}
-    if made.token_rewards:
+    if len(made.token_rewards):
         per_token["token_rewards"] = made.token_rewards
     for name, values in per_token.items():
         if len(values) != made.response_length:
             return f"{len(values)} entries of {name} for {made.response_length} response tokens"
     for name, numbers in (
-        ("reward", [made.reward]),
+        ("reward", np.asarray([made.reward])),
         ("logprobs", made.logprobs),
         ("token_rewards", made.token_rewards),
     ):
-        if not all(map(isfinite, numbers)):
+        if not np.isfinite(numbers).all():
             return f"{name} is not finite"
         if name != "logprobs" and not all(map(is_reward, numbers)):
             return f"{name} is larger than {LARGEST_REWARD:g}"

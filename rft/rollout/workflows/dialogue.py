@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
+from rft.ground.columns import Flags, Ids, LogProbs, behind, column
 from rft.ground.experience import Completion, Experience, Task, VersionSpan
 from rft.rollout.context import WorkflowContext
 from rft.rollout.reward_worker import RewardResult, failure, judged
@@ -53,7 +54,7 @@ def experience(
 ) -> Experience:
     """One experience of one turn; `result` None: there was nothing to score."""
     made = Experience(
-        tokens=[*prompt, *completion.tokens],
+        tokens=behind(prompt, completion.tokens),
         prompt_length=len(prompt),
         action_mask=completion.chosen(task.sampling),
         logprobs=completion.logprobs,
@@ -86,7 +87,7 @@ class SingleTurn:
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
         task = self.asked(task)
         made, answered = await self.answers(task, ctx)
-        texts = [ctx.decode(one.tokens[one.prompt_length :]) for one in answered]
+        texts = [ctx.decode(one.response_ids) for one in answered]
         results = await ctx.score(task, texts, [one.response_length for one in answered])
         for one, result in zip(answered, results, strict=True):
             rewarded(one, result)
@@ -146,9 +147,9 @@ class Dialogue:
             for s in made.versions
         ]
         self.versions += moved
-        self.ids += made.tokens
-        self.mask += made.chosen(self.task.sampling)
-        self.logprobs += made.logprobs
+        self.ids += made.ids
+        self.mask += made.chosen(self.task.sampling).tolist()
+        self.logprobs += made.logprobs.tolist()
         self.stop = made.stop
 
     def hear(self, ids: list[int]) -> None:
@@ -168,10 +169,10 @@ class Dialogue:
         last = self.turns[-1]
         return msgspec.structs.replace(
             last,
-            tokens=self.ids,
+            tokens=column(Ids, self.ids),
             prompt_length=len(self.prompt),
-            action_mask=self.mask,
-            logprobs=self.logprobs,
+            action_mask=column(Flags, self.mask),
+            logprobs=column(LogProbs, self.logprobs),
             versions=self.versions,
             stop=self.stop,
             turn=0,

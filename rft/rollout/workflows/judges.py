@@ -64,7 +64,7 @@ class JudgedSingleTurn(SingleTurn, ABC):
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
         task = self.asked(task)
         made, answered = await self.answers(task, ctx)
-        texts = [ctx.decode(one.tokens[one.prompt_length :]) for one in answered]
+        texts = [ctx.decode(one.response_ids) for one in answered]
         for one, result in zip(answered, await self.judge(task, ctx, texts), strict=True):
             rewarded(one, result)
         return made
@@ -219,7 +219,7 @@ class TrainableRuler(MathThink):
         made, answered = await self.answers(task, ctx)
         if not answered:
             return made
-        texts = [ctx.decode(one.tokens[one.prompt_length :]) for one in answered]
+        texts = [ctx.decode(one.response_ids) for one in answered]
         gold = await ctx.score(task, texts, [one.response_length for one in answered])
         share = float(task.workflow_args.get("truth_share", TRUTH_SHARE))
         known = seed_of(f"truth/{task.id}") / 2**63 < share and all(
@@ -252,10 +252,7 @@ class TrainableRuler(MathThink):
         self, ctx: WorkflowContext, told: Experience, count: int
     ) -> list[float] | Exception:
         try:
-            return [
-                share(one)
-                for one in entries(ctx.decode(told.tokens[told.prompt_length :]), "scores", count)
-            ]
+            return [share(one) for one in entries(ctx.decode(told.response_ids), "scores", count)]
         except ValueError as error:
             return error
 

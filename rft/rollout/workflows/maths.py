@@ -10,6 +10,7 @@ import json
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 
 from rft.ground.experience import Experience, Sampling, Task
 from rft.rollout.context import WorkflowContext
@@ -84,7 +85,7 @@ class MathBoxed(SingleTurn):
         made = await super().run(task, ctx)
         for one in made:
             if one.stop == "length":
-                one.action_mask = [0] * one.response_length
+                one.action_mask = np.zeros(one.response_length, dtype=bool)
         return made
 
 
