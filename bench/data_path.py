@@ -63,9 +63,9 @@ def round_of(checkout: Path, tokens: int, top: Path) -> dict[str, Any]:
             )
             for rank in range(RANKS)
         ]
-        try:
+        try:  # the others end with rank 0, or fail with it
             told, _ = ranks[0].communicate(timeout=ROUND_S)
-            codes = [rank.wait(timeout=ROUND_S) for rank in ranks]
+            codes = [rank.wait(timeout=60) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()

@@ -24,7 +24,7 @@ import numpy as np
 
 ROWS, REPEATS, PROMPT_SHARE, VOCABULARY = 1024, 8, 4, 151_936
 TP, TIMEOUT_S = 2, 600.0
-IS_NEW = importlib.util.find_spec("rft.ground") is not None
+IS_NEW = importlib.util.find_spec("rft.feed") is None
 
 
 def part(new: str, old: str) -> Any:
@@ -84,14 +84,8 @@ def forget_pages(where: str) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def serve(where: str, tokens: int, steps: int, pipe: Any) -> None:
-    """Fill the journal, in another process still; then answer with the batch of a step."""
-    filler = multiprocessing.get_context("spawn").Process(
-        target=filled, args=(where, tokens, steps)
-    )
-    filler.start()
-    filler.join()
-    assert filler.exitcode == 0
+def serve(where: str, pipe: Any) -> None:
+    """Answer with the batch of a step."""
 
     async def answers() -> None:
         made = buffer(where)
@@ -120,8 +114,12 @@ class Source:
 
     def __init__(self, where: str, tokens: int, steps: int) -> None:
         context = multiprocessing.get_context("spawn")
+        filler = context.Process(target=filled, args=(where, tokens, steps), daemon=True)
+        filler.start()
+        filler.join()
+        assert filler.exitcode == 0
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(where, tokens, steps, other))
+        self.process = context.Process(target=serve, args=(where, other), daemon=True)
         self.process.start()
         self.before = self.pipe.recv()
 
