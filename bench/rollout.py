@@ -171,7 +171,7 @@ class Bench:
         }
 
         def spawn(cls: type, *given: Any) -> Any:
-            hosting = hosted(cls, LogConfig(), computes=cls is Driven)
+            hosting = hosted(cls, LogConfig(), computes=cls is Driven, own={}, others=[])
             gpus = int(cls is Driven and self.kind == "cuda")
             return ray.remote(hosting).options(num_gpus=gpus, **options).remote(*given)
 

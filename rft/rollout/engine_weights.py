@@ -9,7 +9,8 @@ Invariant: an engine whose weights are neither wholly old nor wholly new (`poiso
 request until a full round commits. How the key-value cache outlives a commit is told with the
 streams (`kv`): "recompute" drops it, also of requests in flight; "keep" keeps it for these, and
 salts the prefix cache, so that no new request meets it. `Turns` is the gate that requests
-pass, closed while weights are installed and while the engine sleeps.
+pass, closed while weights are installed and while the engine sleeps; `IdleClock` counts for how
+long nothing is decoded.
 """
 
 import asyncio
@@ -234,6 +235,10 @@ class EngineWeights:
     async def weight_version(self) -> int:
         return self._version
 
+    async def idleness(self) -> tuple[float, float]:
+        """Seconds in which no request was decoded, and all seconds, since this engine was made."""
+        return self.turns.idle.seconds()
+
     async def holding(self) -> Holding:
         """What a new synchronizer must know. While weights are installed nobody can say what they
         will be, so this waits for the end of that, and for nothing else.
@@ -377,6 +382,29 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+class IdleClock:
+    """For how long an engine has decoded nothing: no request is under way, or all are frozen
+    (weights are installed, the devices are a trainer's). By its own process's monotonic clock.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._began = self._since = clock()
+        self._idle, self._works = 0.0, False
+
+    def note(self, works: bool) -> None:
+        """Whether anything is decoded from now on."""
+        self.seconds()
+        self._works = works
+
+    def seconds(self) -> tuple[float, float]:
+        """Idle ones and all, since this was made."""
+        now = self._clock()
+        self._idle += 0.0 if self._works else now - self._since
+        self._since = now
+        return self._idle, now - self._began
+
+
 class Turns:
     """Says when an engine works, and when its devices are the trainer's.
 
@@ -397,8 +425,9 @@ class Turns:
         self._under_way = 0
         self._open = asyncio.Event()
         self._open.set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._finished = asyncio.Event()
+        self._finished.set()
+        self.idle = IdleClock()
 
     @property
     def asleep(self) -> bool:
@@ -407,23 +436,30 @@ class Turns:
     def close(self) -> None:
         """New requests wait from now on."""
         self._open.clear()
+        self._note()
 
     def open(self) -> None:
         self._open.set()
+        self._note()
+
+    def _note(self) -> None:
+        self.idle.note(self._under_way > 0 and self._open.is_set())
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
         """Wait for the gate; under way until the block is left."""
         await self._open.wait()
         self._under_way += 1
-        self._idle.clear()
+        self._finished.clear()
+        self._note()
         try:
             yield
         finally:
             self._under_way -= 1
+            self._note()
             self.answered_asleep += self.asleep
             if not self._under_way:
-                self._idle.set()
+                self._finished.set()
 
     async def sleep(self, llm: "AsyncLLM", patience: float) -> dict[str, Any]:
         """Sleep as soon as nothing is under way. What is not finished after `patience` seconds is
@@ -435,7 +471,7 @@ class Turns:
             async with asyncio.timeout(patience):
                 # one more may have come when this is told of the last one's end
                 while self._under_way:
-                    await self._idle.wait()
+                    await self._finished.wait()
         except TimeoutError:
             log.warning(
                 "%s sleeps over %d requests that were not finished in %g s",

@@ -523,11 +523,12 @@ class Explorer:
     # --- life -------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, float]:
-        """The numbers of engine pool, runners and endpoint, and the pipeline's since the last call,
-        for the metrics of a step.
+        """The numbers of engine pool, runners and endpoint, and how idle the engines were and what
+        the pipeline did since the last call, for the metrics of a step.
         """
         piped = self.pipeline.pop_metrics() if self.pipeline is not None else {}
-        return self.pool.stats() | self.runner.stats() | self.shared.stats() | piped
+        idle = await self.pool.idleness()
+        return self.pool.stats() | idle | self.runner.stats() | self.shared.stats() | piped
 
     async def drain(self, engine: str) -> None:
         """Ask this engine for nothing more; return when it has

@@ -25,6 +25,7 @@ from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import EngineDied, EngineUnavailable, RolloutEngine
 
 EngineHandle = ActorHandle[RolloutEngine]
+LOOK_S = 5.0  # for an engine to say how idle it was: one that is alive does at once
 
 
 class EngineSource(Protocol):
@@ -44,6 +45,7 @@ class Member:
     out: str = ""
     is_dead: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    clocks: tuple[float, float] | None = None  # its idle seconds and all, at the last look
 
     def take(self, count: int) -> None:
         self.load += count
@@ -169,6 +171,33 @@ class EnginePool:
             "pool/requeued": float(self.requeued),
             "pool/deaths": float(self.deaths),
         }
+
+    async def idleness(self) -> dict[str, float]:
+        """Which part of the time since the last call the engines decoded nothing, by their own
+        clocks: of all of them together, and of the idlest. Of one that is new, or does not answer,
+        nothing is known.
+        """
+        looks = await asyncio.gather(*map(self._look, self.open()))
+        spans = [(idle, whole) for idle, whole in filter(None, looks) if whole > 0]
+        if not spans:
+            return {}
+        idle, whole = map(sum, zip(*spans, strict=True))
+        return {
+            "explorer/engine_idle_frac": idle / whole,
+            "explorer/engine_idle_frac_max": max(idle / whole for idle, whole in spans),
+        }
+
+    async def _look(self, member: Member) -> tuple[float, float] | None:
+        """Seconds since the last look in which it was idle, and all of them."""
+        from ray.exceptions import RayActorError
+
+        try:
+            async with asyncio.timeout(LOOK_S):
+                now = await member.handle.ask(RolloutEngine.idleness)
+        except (RayActorError, TimeoutError):  # who asks it for tokens hears of its end
+            return None
+        before, member.clocks = member.clocks, now
+        return None if before is None else (now[0] - before[0], now[1] - before[1])
 
     def _apply(self, generation: int, admitted: dict[str, EngineHandle]) -> None:
         """What is listed was admitted, known ones maybe anew: whatever they were out for, they are

@@ -6,6 +6,11 @@
                           ▲         ◄── a reply per item ──
                           └── killed with its process group and replaced, when it hangs or dies
 
+Rewards that are pure and quick (`rft.rollout.rewards.QUICK`) of texts that are not too long run
+here, in the caller's process: a process that can be killed is for what may hang, and these cannot.
+One such group takes milliseconds at most, so the deadline, of processor time here, is looked at
+after each item.
+
 Invariant: every response gets exactly one result, in order, and an infrastructure failure never
 looks like a reward: the item that hung is "timeout" (time for which the worker, or this process,
 was stopped does not count); the item whose process died runs once more, in the replacement, and is
@@ -13,18 +18,29 @@ was stopped does not count); the item whose process died runs once more, in the 
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TypeVar
 
 from rft.ground.experience import Task, decode, encode
 from rft.ground.process import Child
-from rft.rollout.reward_worker import UNKNOWN, Loaded, Reply, RewardResult, ScoreRequest
+from rft.rollout.reward_worker import (
+    UNKNOWN,
+    Loaded,
+    Reply,
+    RewardResult,
+    ScoreRequest,
+    judge,
+)
+from rft.rollout.rewards import REWARDS, is_quick
 
 # start of the interpreter and import of user code; sympy alone takes seconds on a busy machine
 LOAD_TIMEOUT_S = 120.0
 LOOKS = 20  # at the worker, within a deadline
 STOPPED_S = 30.0  # a worker that is stopped for so long does not go on by itself
+# of a group, for quick rewards: 5 ms at most where it was measured
+QUICK_CHARACTERS = 2**18
 Item = tuple[Task, str] | tuple[Task, str, int]
 WORKER = "rft.rollout.reward_worker"
 Answer = TypeVar("Answer", Loaded, RewardResult)
@@ -60,11 +76,14 @@ class RewardPool:
                 self._idle.put_nowait(worker)
 
     async def score(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Score (task, response[, its number of tokens]) in one round trip to one worker; results
-        in the same order.
+        """Score (task, response[, its number of tokens]) at once, where that is quick, or in one
+        round trip to one worker; results in the same order.
         """
         if not items:
             return []
+        if are_quick(items):
+            self._refuse_when_closed()
+            return [self._score_here(*item) for item in items]
         await self.start()
         worker = await self._idle.get()
         try:
@@ -74,6 +93,12 @@ class RewardPool:
             raise
         finally:
             self._idle.put_nowait(worker)
+
+    def _score_here(self, task: Task, response: str, tokens: int = UNKNOWN) -> RewardResult:
+        began = time.thread_time()
+        result = judge(REWARDS[task.reward], response, task, tokens)
+        late = time.thread_time() - began > self._timeout_s
+        return ran_longer(task, self._timeout_s) if late else result
 
     async def _score_on(self, worker: "Child", items: Sequence[Item]) -> list[RewardResult]:
         results: list[RewardResult] = []
@@ -154,9 +179,7 @@ class RewardPool:
         self, error: Exception, task: Task, limit_s: float, worker: "Child"
     ) -> RewardResult:
         if isinstance(error, TimeoutError):
-            return RewardResult(
-                outcome="timeout", message=f"reward {task.reward!r} ran longer than {limit_s:g} s"
-            )
+            return ran_longer(task, limit_s)
         return RewardResult(
             outcome="error", message=f"reward {task.reward!r}: its process {await worker.end()}"
         )
@@ -195,3 +218,18 @@ class RewardPool:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
+
+
+def ran_longer(task: Task, limit_s: float) -> RewardResult:
+    return RewardResult(
+        outcome="timeout", message=f"reward {task.reward!r} ran longer than {limit_s:g} s"
+    )
+
+
+def are_quick(items: Sequence[Item]) -> bool:
+    """Whether all of these are quick to score, together too."""
+    tasks = {id(task): task for task, *_ in items}
+    return (
+        all(map(is_quick, tasks.values()))
+        and sum(len(i[1]) + len(i[0].truth or "") for i in items) <= QUICK_CHARACTERS
+    )

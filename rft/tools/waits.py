@@ -197,6 +197,7 @@ Explorer._report | the next report | `runner_state_report_interval` | it reports
 rollout/pool.py
 EnginePool._ask | an engine's answer | none: the task's `max_timeout` | the engine is told to \
 stop
+EnginePool._look | an engine's clock | `LOOK_S` | nothing is told of it
 EnginePool.abort | an engine | none: the task's `max_timeout` | -
 EnginePool.drain | its requests | none: `drain_s` of who asks | they run again elsewhere
 EnginePool.follow | a change of the members | none: until the synchronizer ends | the run ends

@@ -29,7 +29,8 @@ START_S = 900.0  # an engine may have to read a large model from a slow disk
 REPLY_S = 60.0  # an actor that is alive answers bookkeeping calls within milliseconds
 # the buffer's own max_read_timeout ends a take; this is only in case it cannot
 READ_MARGIN_S = RETURN_S
-ONCE = "experience_pipeline/"  # numbers that only one step tells
+# numbers that only one step tells
+ONCE = ("experience_pipeline/", "explorer/engine_idle_frac")
 
 
 def connect(address: str, namespace: str) -> None:
@@ -169,8 +170,8 @@ def await_engines(explorer: "ExplorerHandle | None", hold: bool = False) -> None
 
 class PoolNumbers:
     """The engine pool's numbers for the metrics of every step, as fresh as an explorer that is not
-    waited for gives them; and those of the experience pipeline, of what it did since they were told
-    last.
+    waited for gives them; and those of the experience pipeline and of idle engines, of what was
+    since they were told last.
     """
 
     def __init__(self, explorer: "ExplorerHandle | None"):

@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import EngineDied, EngineUnavailable
+from rft.rollout.engine_weights import IdleClock, Turns
 from rft.rollout.pool import EnginePool, ResizableSemaphore
 
 
@@ -40,6 +41,7 @@ class Engine:
         self.aborted: list[str] = []
         self.errors: list[Exception] = []
         self.going_on = asyncio.Event()
+        self.clocks = (0.0, 0.0)
         if at_once:
             self.going_on.set()
 
@@ -53,6 +55,11 @@ class Engine:
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+
+    async def idleness(self) -> tuple[float, float]:
+        if self.errors:
+            raise self.errors.pop()
+        return self.clocks
 
     def fail(self, error: Exception, times: int = 100) -> None:
         """What it works on, and later requests."""
@@ -320,5 +327,59 @@ def test_a_slot_is_not_lost_by_who_gives_up() -> None:
         async with slots:
             assert slots.taken == 1
         assert slots.taken == 0
+
+    asyncio.run(test())
+
+
+def test_idleness_is_of_the_time_since_the_last_look_at_engines_that_answer() -> None:
+    async def test(pool: EnginePool, synchronizer: Members) -> None:
+        first, second = Engine("engine_0"), Engine("engine_1")
+        await synchronizer.admit(pool, first, second)
+        first.clocks, second.clocks = (9.0, 10.0), (30.0, 40.0)
+        assert await pool.idleness() == {}  # how idle they were before is not this run's
+        first.clocks, second.clocks = (10.0, 14.0), (30.0, 44.0)
+        assert await pool.idleness() == {
+            "explorer/engine_idle_frac": 1 / 8,
+            "explorer/engine_idle_frac_max": 1 / 4,
+        }
+        first.fail(RayActorError(), times=1)
+        first.clocks, second.clocks = (11.0, 18.0), (33.0, 48.0)
+        assert (await pool.idleness())["explorer/engine_idle_frac"] == 3 / 4
+        again = Engine("engine_0")
+        again.clocks = (5.0, 5.0)
+        await synchronizer.admit(pool, again, second)
+        second.clocks = (33.0, 52.0)
+        assert (await pool.idleness())["explorer/engine_idle_frac"] == 0.0
+
+    scenario(test)
+
+
+def test_an_engine_is_idle_while_no_request_is_under_way_and_while_all_are_frozen() -> None:
+    now = [0.0]
+
+    async def test() -> None:
+        turns = Turns("engine_0")
+        turns.idle = IdleClock(lambda: now[0])
+
+        def after(seconds: float) -> float:
+            now[0] += seconds
+            return turns.idle.seconds()[0]
+
+        assert after(1) == 1  # nothing was asked for
+        async with turns.request():
+            assert after(10) == 1
+            async with turns.request():
+                assert after(10) == 1
+            assert after(10) == 1
+            turns.close()  # weights are installed
+            assert after(2) == 3
+            turns.open()
+            assert after(10) == 3
+        turns.close()
+        waits = asyncio.ensure_future(turns.request().__aenter__())
+        assert after(4) == 7
+        turns.open()
+        await waits
+        assert after(10) == 7 and turns.idle.seconds() == (7, now[0])
 
     asyncio.run(test())

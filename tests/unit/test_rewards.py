@@ -21,7 +21,7 @@ from rft.config import ConfigError
 from rft.ground.experience import Sampling, Task
 from rft.ground.process import Child
 from rft.rollout import reward_pool, rewards
-from rft.rollout.reward_pool import RewardPool
+from rft.rollout.reward_pool import QUICK_CHARACTERS, RewardPool, are_quick
 from rft.rollout.rewards.text import last_boxed
 
 SAYS_TWO = """
@@ -451,6 +451,63 @@ def test_groups_wait_for_an_idle_worker_and_all_get_their_own_results(user_file:
         ]
 
     with_pool(body, workers=2)
+
+
+QUICK_ITEMS = [
+    (task(), " 42\n"),
+    (task(), "41"),
+    (task(truth="É", ignore_case=True), "é"),
+    (task("gsm8k", truth="so #### 1,200"), "x #### 1200."),
+    (task("gsm8k", truth="so #### 1,200", score=0.5), "#### 1200"),
+    (task("gsm8k", truth="no number"), "#### 1"),  # an error of the data
+    (task(truth=None), "42"),
+    (task(no_such_argument=1), "42"),
+    (task("gsm8k", truth="#### 1", score=float("inf")), "#### 1"),
+]
+
+
+def test_quick_rewards_have_no_process_and_what_they_say_is_what_a_worker_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def score() -> tuple[list[Any], list[psutil.Process]]:
+        pool = RewardPool(1, 30.0)
+        results = [(await pool.score([item]))[0] for item in QUICK_ITEMS]
+        children = psutil.Process().children()
+        await pool.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await pool.score(QUICK_ITEMS[:1])
+        return results, children
+
+    here, children = asyncio.run(score())
+    monkeypatch.setattr(rewards, "QUICK", {})
+    there, workers = asyncio.run(score())
+    assert here == there and len(workers) == len(children) + 1
+    assert [r.reward for r in here[:5]] == [1.0, 0.0, 1.0, 1.0, 0.5]
+    assert [r.outcome for r in here[5:]] == ["error"] * 4
+
+
+def test_a_quick_reward_over_its_deadline_is_a_timeout_in_the_words_of_a_workers() -> None:
+    async def body(pool: RewardPool) -> None:
+        (found,) = await pool.score([(task(), "42")])
+        assert found.outcome == "timeout" and pool.replaced == 0
+        assert found.message == "reward 'exact_match' ran longer than 1e-09 s"
+
+    with_pool(body, timeout_s=1e-9)
+
+
+def test_users_patterns_and_functions_and_long_texts_are_scored_where_they_can_be_killed(
+    user_file: Path,
+) -> None:
+    assert are_quick([(task(), "42")])
+    assert not are_quick([(task(), "42"), (task(f"{user_file}:by_response"), "42")])
+    assert not are_quick([(task(), "4" * QUICK_CHARACTERS)])
+
+    async def body(pool: RewardPool) -> None:
+        hangs = task(pattern=r"(a+)+$")
+        found = await pool.score([(hangs, "a" * 40 + "b"), (hangs, "42")])
+        assert [one.outcome for one in found] == ["timeout", "ok"] and pool.replaced == 1
+
+    with_pool(body, timeout_s=2.0)
 
 
 def test_close_leaves_no_process_even_in_the_middle_of_a_hang(user_file: Path) -> None:

@@ -35,6 +35,7 @@ from rft.ground.rounds import (
 )
 from rft.monitor.logs import STACKS_SIGNAL
 from rft.rollout.engine import EngineUnavailable
+from rft.rollout.engine_weights import IdleClock
 
 
 class SamplerEngine:
@@ -50,6 +51,7 @@ class SamplerEngine:
         self._staged: tuple[int, Any] | None = None
         self._holding = Holding()
         self._running: dict[str, asyncio.Future[Any]] = {}
+        self._idle = IdleClock()
 
     async def start(self, version: int = 0) -> dict[str, Any]:
         """Connect. There is nothing to sample from before the first round."""
@@ -74,6 +76,7 @@ class SamplerEngine:
         self._running[asked.request_id] = future = asyncio.wrap_future(
             _sample(client, asked, room, self.ends).future()
         )
+        self._idle.note(True)
         try:
             response = await future
         except asyncio.CancelledError:
@@ -82,6 +85,7 @@ class SamplerEngine:
             return encode([_empty("abort")] * asked.n)
         finally:
             del self._running[asked.request_id]
+            self._idle.note(bool(self._running))
         completions = [self._completion(sequence, version) for sequence in response.sequences]
         self.requests += 1
         self.tokens += sum(len(sequence.tokens) for sequence in completions)
@@ -105,6 +109,10 @@ class SamplerEngine:
         """
         if (future := self._running.get(request_id)) is not None:
             future.cancel()
+
+    async def idleness(self) -> tuple[float, float]:
+        """Seconds in which nothing was asked for, and all seconds, since this was made."""
+        return self._idle.seconds()
 
     # --- weights ----------------------------------------------------------------------------------
 

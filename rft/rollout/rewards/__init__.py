@@ -8,7 +8,7 @@ table; instead of a name from it users give their own `package.module:function` 
 
 Invariant: a function says "wrong" with a number and "I cannot judge this" by raising. Nothing here
 guards against a function that hangs or crashes: the pool (`rft.rollout.reward_pool`) runs it in a
-process that it can kill.
+process that it can kill. What is `QUICK` can do neither.
 """
 
 import importlib
@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rft.ground.experience import Task
 from rft.ground.plugins import lookup
 from rft.rollout.rewards.code import code_tests
 from rft.rollout.rewards.data_sources import own, verl
@@ -66,6 +67,9 @@ REWARDS: dict[str, RewardFunction] = {
         )
     },
 }
+# Pure functions of ours whose time is linear in the length of their texts, whatever those say, and
+# the arguments with which they are not: a pattern is the user's, and may backtrack for ever.
+QUICK: dict[RewardFunction, tuple[str, ...]] = {exact_match: ("pattern",), gsm8k: ()}
 WITHOUT_TRUTH = ("format", "code_tests", "remote_judge")  # those that can do without an answer
 LAZY_IMPORTS = dict.fromkeys(
     (
@@ -81,6 +85,12 @@ def resolve(name: str) -> RewardFunction:
     `file.py:function`.
     """
     return lookup("reward", name, REWARDS)
+
+
+def is_quick(task: Task) -> bool:
+    """Whether the task's reward is one of `QUICK`, as the task calls it."""
+    function = REWARDS.get(task.reward)
+    return function in QUICK and not any(name in task.reward_args for name in QUICK[function])
 
 
 def takes(name: str, argument: str) -> bool:
