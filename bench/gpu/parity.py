@@ -181,7 +181,7 @@ def of_transformers(path: Path, kind: str) -> list[np.ndarray]:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(kind)
     found = []
     for row in rows_of():
-        ids = torch.from_numpy(row.tokens).to(kind)
+        ids = torch.from_numpy(row.tokens).to(kind).long()
         with torch.no_grad():
             told = torch.log_softmax(model(ids[None]).logits[0] / row.temperature, -1)[:-1]
         found.append(told.gather(1, ids[1:, None])[:, 0].double().cpu().numpy())

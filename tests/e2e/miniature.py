@@ -184,6 +184,7 @@ def reference_logprobs(
     """Transformers' log-probability of each response token; the first
     `min_tokens` cannot be the end token.
     """
+    response = list(map(int, response))
     with torch.no_grad():
         logits = judge(path)(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     logits[:min_tokens, END] = -torch.inf

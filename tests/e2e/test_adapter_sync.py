@@ -108,7 +108,7 @@ def error_of(
             0, len(prompt) - 1 : -1
         ]
     logits[:min_tokens, END] = -torch.inf
-    wanted = logits.log_softmax(-1).gather(1, torch.tensor(made.tokens)[:, None])[:, 0]
+    wanted = logits.log_softmax(-1).gather(1, torch.tensor(made.ids)[:, None])[:, 0]
     return float((torch.tensor(made.logprobs) - wanted).abs().max())
 
 

@@ -74,7 +74,7 @@ def test_a_stop_text_ends_a_response_with_all_its_tokens_told(
     all_ = answer(ask(first_weights, n=16, max_tokens=60, seed=SEED))
     longest = max(range(16), key=lambda number: len(all_[number].tokens))
     free, words = all_[longest], character_tokenizer()
-    text = words.decode(free.tokens[20:22])
+    text = words.decode(free.ids[20:22])
     request = GenerateRequest(
         request_id="stop text",
         prompt=PROMPT,
@@ -85,7 +85,7 @@ def test_a_stop_text_ends_a_response_with_all_its_tokens_told(
     made = answer(first_weights.generate.remote(encode(request)))[longest]
     assert made.stop == "stop" and words.decode(made.ids).endswith(text)
     assert (
-        words.decode(made.ids).count(text) == 1 and made.tokens == free.tokens[: len(made.tokens)]
+        words.decode(made.ids).count(text) == 1 and made.ids == free.ids[: len(made.tokens)]
     )
     assert_sampled_from(model_dirs[0], made, 1.0)
     assert [(span.start, span.end) for span in made.versions] == [(0, len(made.tokens))]

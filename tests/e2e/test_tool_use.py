@@ -79,7 +79,7 @@ def test_what_the_tool_said_is_seen_and_not_trained(tmp_path: Path) -> None:
     twice = [e for e in made if e.metrics["turns"] == 2]
     assert len(twice) > len(made) / 2, "the others were cut in their first turn"
     for one in twice:
-        first = one.action_mask.index(0)
+        first = one.action_mask.tolist().index(0)
         response, sampled = one.tokens[one.prompt_length :], sum(one.action_mask)
         said = tokenizer.decode(response[:first], skip_special_tokens=True)
         heard = [token for token, mask in zip(response, one.action_mask, strict=True) if not mask]
