@@ -99,6 +99,14 @@ def test_every_step_says_how_many_a_crash_would_cost(whole: Whole) -> None:
     assert last[:2] == [0, 0] and set(last) <= {0, 2, 4} and last == sorted(last), last
 
 
+def test_steps_say_how_idle_the_engines_were(whole: Whole) -> None:
+    said = [row for row in step_rows(whole.job("rft")) if "explorer/engine_idle_frac" in row]
+    assert said, "no step said it"
+    for row in said:
+        assert 0 <= row["explorer/engine_idle_frac"] <= row["explorer/engine_idle_frac_max"] <= 1
+    assert any(row["explorer/engine_idle_frac"] < 1 for row in said), "never a request under way"
+
+
 def test_rollouts_are_fresh_and_agree_with_the_trainer(whole: Whole) -> None:
     rows = step_rows(whole.job("rft"))
     assert max(row["staleness/max"] for row in rows) <= MAX_STALENESS
