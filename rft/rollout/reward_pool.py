@@ -14,7 +14,8 @@ after each item.
 Invariant: every response gets exactly one result, in order, and an infrastructure failure never
 looks like a reward: the item that hung is "timeout" (time for which the worker, or this process,
 was stopped does not count); the item whose process died runs once more, in the replacement, and is
-"error" where that dies too; the items behind it run in the replacement.
+"error" where that dies too; the items behind it run in the replacement. A worker that dies while
+nothing is asked of it is replaced within a second or two.
 """
 
 import asyncio
@@ -38,6 +39,7 @@ from rft.rollout.rewards import REWARDS, is_quick
 # start of the interpreter and import of user code; sympy alone takes seconds on a busy machine
 LOAD_TIMEOUT_S = 120.0
 LOOKS = 20  # at the worker, within a deadline
+ATTEND_S = 1.0  # between two looks whether an idle worker still lives
 STOPPED_S = 30.0  # a worker that is stopped for so long does not go on by itself
 # of a group, for quick rewards: 5 ms at most where it was measured
 QUICK_CHARACTERS = 2**18
@@ -62,18 +64,20 @@ class RewardPool:
         self._timeout_s, self._load_timeout_s = timeout_s, load_timeout_s
         self._workers = [Child(WORKER) for _ in range(workers)]
         self._idle: asyncio.Queue[Child] = asyncio.Queue()
-        self._started = self._closed = False
+        self._busy: set[Child] = set()
+        self._attending: asyncio.Task[None] | None = None
+        self._closed = False
         self.replaced = 0  # workers killed or found dead so far
 
     async def start(self) -> None:
         """Start the processes, so that the first group does not wait for interpreters."""
         if self._closed:
             raise RuntimeError("the reward pool is closed")
-        if not self._started:
-            self._started = True
+        if self._attending is None:
             for worker in self._workers:
                 worker.start()
                 self._idle.put_nowait(worker)
+            self._attending = asyncio.create_task(self._attend())
 
     async def score(self, items: Sequence[Item]) -> list[RewardResult]:
         """Score (task, response[, its number of tokens]) at once, where that is quick, or in one
@@ -86,13 +90,25 @@ class RewardPool:
             return [self._score_here(*item) for item in items]
         await self.start()
         worker = await self._idle.get()
+        self._busy.add(worker)
         try:
             return await self._score_on(worker, items)
         except BaseException:  # cancelled in the middle: its answers must not reach the next group
             self._replace(worker)
             raise
         finally:
+            self._busy.remove(worker)
             self._idle.put_nowait(worker)
+
+    async def _attend(self) -> None:
+        """Replace workers that died while nothing was asked of them: the next group finds one that
+        is ready.
+        """
+        while not self._closed:
+            await asyncio.sleep(ATTEND_S)
+            for worker in self._workers:
+                if worker not in self._busy and not worker.alive:
+                    self._replace(worker)
 
     def _score_here(self, task: Task, response: str, tokens: int = UNKNOWN) -> RewardResult:
         began = time.thread_time()
@@ -197,8 +213,9 @@ class RewardPool:
     async def close(self) -> None:
         """Kill all workers and wait until they are gone. Groups still being scored raise."""
         self._closed = True
-        if not self._started:
+        if self._attending is None:
             return
+        self._attending.cancel()
         for worker in self._workers:
             worker.kill()
         # the groups in progress have seen the end

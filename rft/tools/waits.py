@@ -204,6 +204,7 @@ EnginePool.follow | a change of the members | none: until the synchronizer ends 
 EnginePool.generate | an engine that serves | none: the task's `max_timeout` | the task fails
 ResizableSemaphore.__aenter__ | a place | none: tasks end within `max_timeout` | -
 rollout/reward_pool.py
+RewardPool._attend | the next look at idle workers | `ATTEND_S` | a dead one is replaced
 RewardPool._ask | a worker loads | `_load_timeout_s` | killed
 RewardPool._heard | a reward | `timeout_s` in which its worker is not stopped; stopped: \
 `STOPPED_S` | killed; an outcome of its own; stopped: done again, once

@@ -84,9 +84,7 @@ def test_a_stop_text_ends_a_response_with_all_its_tokens_told(
     )
     made = answer(first_weights.generate.remote(encode(request)))[longest]
     assert made.stop == "stop" and words.decode(made.ids).endswith(text)
-    assert (
-        words.decode(made.ids).count(text) == 1 and made.ids == free.ids[: len(made.tokens)]
-    )
+    assert words.decode(made.ids).count(text) == 1 and made.ids == free.ids[: len(made.tokens)]
     assert_sampled_from(model_dirs[0], made, 1.0)
     assert [(span.start, span.end) for span in made.versions] == [(0, len(made.tokens))]
 

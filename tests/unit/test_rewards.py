@@ -409,6 +409,21 @@ def test_a_worker_killed_while_idle_is_replaced_and_nobody_is_blamed(user_file: 
     with_pool(body)
 
 
+def test_a_worker_killed_while_idle_is_replaced_although_nobody_asks() -> None:
+    async def body(pool: RewardPool) -> None:
+        await pool.start()
+        worker = pool._workers[0]
+        before = worker._process
+        assert before is not None
+        os.kill(before.pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while not pool.replaced:
+                await asyncio.sleep(0)
+        assert pool.replaced == 1 and worker.alive and worker._process is not before
+
+    with_pool(body)
+
+
 def test_what_a_killed_process_had_said_is_not_heard_from_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
