@@ -4,13 +4,16 @@
     OWNED    rft sets it, or rests on it: the key to set instead, or the reason
     LAYOUT   changes where weights lie, or which there are: refused until a test shows for it that
              an engine with installed weights answers as one that was started from them
+    COMPARED speculation of the engines that are trained from: passed, and what they tell is
+             compared with the trainer's own before the first step (`rft.trainer.speculation`)
 
 In: nothing; vLLM is not imported. Out: one class per argument, and what is wrong with given ones.
 Invariant: each field of the AsyncEngineArgs of VLLM is here, once; a test reads them in the
 installed vLLM and names what came or went.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from rft.config.hints import closest
 
@@ -187,10 +190,7 @@ LAYOUT = {
         "cp_kv_cache_interleave_size enable_hc_sp",
         "layers or heads lie in another way than tensor_parallel_size says",
     ),
-    **_each(
-        "speculative_config spec_method spec_model spec_tokens diffusion_config",
-        "a draft model has weights that no version brings",
-    ),
+    "diffusion_config": "whole blocks of tokens are made at once",
     **_each(
         "offload_backend cpu_offload_gb cpu_offload_params offload_group_size "
         "offload_num_in_group offload_prefetch_step offload_params",
@@ -202,18 +202,32 @@ LAYOUT = {
     ),
     "fully_sharded_loras": "adapters are cut in another way",
 }
+COMPARED = _each(
+    "speculative_config spec_method spec_model spec_tokens",
+    "only the log-probabilities of explorer.rollout_model are compared with a trainer's",
+)
 PROOF = "until a test installs weights with it and compares with a fresh engine"
-EVERY = PASSED | OWNED.keys() | LAYOUT.keys()
+EVERY = PASSED | OWNED.keys() | LAYOUT.keys() | COMPARED.keys()
 
 
-def problems(key: str, given: Iterable[str]) -> Iterator[str]:
-    """What is wrong with the names of a mapping at `key`, one sentence each."""
+def speculation(given: Mapping[str, Any]) -> str | None:
+    """The first argument that turns it on."""
+    return next((name for name in COMPARED if given.get(name)), None)
+
+
+def problems(key: str, given: Iterable[str], compared: bool = False) -> Iterator[str]:
+    """What is wrong with the names of a mapping at `key`, one sentence each.
+
+    `compared`: a trainer looks at what the engines tell before it learns from them.
+    """
     for name in given:
         if name in OWNED:
             yield f"{key}.{name} is refused: {OWNED[name]}"
         elif name in LAYOUT:
             yield f"{key}.{name} is refused {PROOF}: {LAYOUT[name]}; leave it out"
-        elif name not in PASSED:
+        elif name in COMPARED and not compared:
+            yield f"{key}.{name} is refused: {COMPARED[name]}; leave it out"
+        elif name not in EVERY:
             known = closest(name, sorted(EVERY))
             hint = f"did you mean `{known}`?" if known else "leave it out"
             yield f"{key}.{name} is no argument of vLLM {VLLM}'s engine; {hint}"

@@ -262,6 +262,16 @@ def _arguments(c: Config) -> Iterator[str]:
         yield from engine_arguments.problems(f"{AUXILIARY}.{number}.engine_args", one.engine_args)
 
 
+def _speculation(c: Config) -> Iterator[str]:
+    """A trainer of the same run compares; another one's learns from what nobody has looked at."""
+    name = engine_arguments.speculation(get(c, ARGUMENTS))
+    if name and c.mode not in ("both", "train"):
+        yield (
+            f"{ARGUMENTS}.{name} with mode={c.mode}: there is no trainer here to compare the "
+            "engines' log-probabilities with; use mode=both, or leave it out"
+        )
+
+
 def _parsers(c: Config) -> Iterator[str]:
     beside = ((f"{AUXILIARY}.{n}", one) for n, one in enumerate(c.explorer.auxiliary_models))
     for key, one in (("explorer.rollout_model", c.explorer.rollout_model), *beside):
@@ -276,7 +286,8 @@ ENGINES = (
     Rule(AUXILIARY, _auxiliary),
     Rule(AUXILIARY, _arguments),
     Rule(f"explorer.rollout_model {AUXILIARY}", _parsers),
-    Rule(ARGUMENTS, lambda c: engine_arguments.problems(ARGUMENTS, get(c, ARGUMENTS))),
+    Rule(ARGUMENTS, lambda c: engine_arguments.problems(ARGUMENTS, get(c, ARGUMENTS), True)),
+    Rule(f"{ARGUMENTS} mode", _speculation),
     Rule(
         f"{AUXILIARY} cluster.colocate",
         lambda c: c.explorer.auxiliary_models and c.cluster.colocate,

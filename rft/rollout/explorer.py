@@ -32,7 +32,14 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExplorerConfig, ModelConfig
 from rft.data.taskset import Taskset, for_journal, from_journal
 from rft.ground.device import freeze_loaded
-from rft.ground.experience import Experience, Sampling, Task, decode, encode
+from rft.ground.experience import (
+    Experience,
+    GenerateRequest,
+    Sampling,
+    Task,
+    decode,
+    encode,
+)
 from rft.ground.protocols import RETURN_S, ActorHandle
 from rft.monitor import trace
 from rft.rollout import workflows
@@ -494,6 +501,14 @@ class Explorer:
         for experience in experiences:
             experience.group, experience.task = group, task.id
         await self.put((group, encode(experiences), None))
+
+    async def sample(self, requests: list[bytes], served: int | None = None) -> list[bytes]:
+        """The answers of the engines to encoded `GenerateRequest`s, kept nowhere: for whoever
+        judges the engines. `served` as of `evaluate`.
+        """
+        await self.prepared.wait()
+        asked = [decode(request, GenerateRequest) for request in requests]
+        return [encode(a) for a in await asyncio.gather(*map(self.pool.generate, asked))]
 
     # --- evaluating -------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rft.algorithm import ALGORITHMS, mixing, recipe
 from rft.buffer.experience_file import ExperienceFile
 from rft.buffer.progress import StepSize
-from rft.config import Config, TrainerConfig
+from rft.config import Config, TrainerConfig, engine_arguments
 from rft.data.chat import load_tokenizer
 from rft.data.packing import Cost, PackingPolicy
 from rft.data.supervised import SupervisedRows
@@ -36,6 +36,7 @@ from rft.trainer.feed import BatchSource, Feed, is_supervised
 from rft.trainer.models import Models
 from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter
 from rft.trainer.saving import save_times
+from rft.trainer.speculation import SpeculationCheck
 from rft.trainer.trainer import LOSS_WINDOW, Trainer
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def assemble(
         log_step=reporter.step if reporter else unheard,
         export=partial(export, backend, checkpoints) if lead else unheard,
         save_times=save_times(config, mesh.broadcast),
+        check=speculation_check(config, mesh, models, feed, explorer, synchronizer, tokenizer),
         token_loss=recipe.policy_loss(config.algorithm, models.kl.loss, is_cut(config)),
         run_epoch=epoch,
         stopping=stopping,
@@ -107,6 +109,36 @@ def assemble(
         recent_losses=losses,
     )
     return Assembled(trainer, step, reporter)
+
+
+def speculation_check(
+    config: Config,
+    mesh: TrainerMesh,
+    models: Models,
+    feed: Feed,
+    explorer: "ExplorerHandle | None",
+    synchronizer: SynchronizerHandle | None,
+    tokenizer: Any,
+) -> SpeculationCheck | None:
+    """On every rank where the run's engines speculate; rank 0 asks them."""
+    name = engine_arguments.speculation(config.explorer.rollout_model.engine_args)
+    if name is None or config.mode != "both" or is_supervised(config.algorithm):
+        return None
+    ask = encode = None
+    if explorer is not None and synchronizer is not None:
+        served = partial(synchronizer.ask, Synchronizer.wait_for)
+        ask = partial(control.sampled, explorer, served)
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+    return SpeculationCheck(
+        f"explorer.rollout_model.engine_args.{name}",
+        mesh,
+        models.policy,
+        feed.packing,
+        int(config.model.max_model_len or 0),
+        ask,
+        encode,
+        config.deterministic,
+    )
 
 
 def build_evaluations(

@@ -18,7 +18,14 @@ from rft.buffer import delivery
 from rft.buffer.calls import AGAIN_S, BufferBroken
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExplorerConfig
-from rft.ground.experience import Batch, EvalResult, decode
+from rft.ground.experience import (
+    Batch,
+    Completion,
+    EvalResult,
+    GenerateRequest,
+    decode,
+    encode,
+)
 from rft.ground.protocols import RETURN_S, ActorHandle
 
 if TYPE_CHECKING:
@@ -166,6 +173,22 @@ def await_engines(explorer: "ExplorerHandle | None", hold: bool = False) -> None
     ray.get(explorer.ask(Explorer.opened), timeout=START_S)
     if hold:
         ray.get(explorer.ask(Explorer.hold), timeout=RETURN_S)
+
+
+def sampled(
+    explorer: "ExplorerHandle",
+    served: Callable[[int], Any],
+    version: int,
+    requests: list[GenerateRequest],
+) -> list[Completion]:
+    """What engines of that version answer, one to each request; `served` as of `Evaluations`."""
+    import ray
+
+    from rft.rollout.explorer import Explorer
+
+    asked = explorer.ask(Explorer.sample, [encode(one) for one in requests], served(version))
+    found = ray.get(asked, timeout=START_S)
+    return [decode(answer, list[Completion])[0] for answer in found]
 
 
 class PoolNumbers:

@@ -66,6 +66,7 @@ class Trainer:
     on_phase: Callable[[str], None]
     export: Callable[[int], None]  # begins one at rank 0, in the background
     save_times: SaveTimes
+    check: Callable[[int], None] | None = None  # of engines that speculate; refuses by raising
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
     timer: Timer = field(default_factory=Timer)
     phase: str = "starting"
@@ -76,6 +77,9 @@ class Trainer:
         self._publish(step)
         self._save(step, due=False)
         self.publisher.wait()
+        if self.check is not None:
+            self._enter("comparing log-probabilities with the engines'")
+            self.check(step)
         self._evaluate(step, startup=True)
         while not self._is_done(step):
             with self._doing("wait_batch"):

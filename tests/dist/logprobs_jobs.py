@@ -14,11 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rft.algorithm.losses import token_loss
-from rft.config import MegatronConfig
+from rft.config import ConfigError, MegatronConfig, ModelConfig
+from rft.data.chat import load_tokenizer
+from rft.data.updates import RowPacking
 from rft.ground import device as devices
+from rft.ground.experience import Completion, GenerateRequest
 from rft.megatron import logprobs
 from rft.megatron.mesh import Mesh
 from rft.megatron.model import output_weight
+from rft.trainer.speculation import SpeculationCheck
 
 TOKENS, HIDDEN, ROWS = 14, 6, 48  # of the output layer, padding included
 
@@ -208,3 +212,52 @@ def widest_of_a_step(path: str, tile: int, **layout: Any) -> dict[str, int]:
             "tokens": max(packed.length for packed in part),
             "width": len(weight),
         }
+
+
+class Engine:
+    """Answers at random, with the log-probabilities that transformers gives the same weights, of
+    which one may be `off`.
+    """
+
+    def __init__(self, path: str, off: float):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.off = off
+        self.rng = np.random.default_rng(1)
+
+    @torch.no_grad()
+    def ask(self, version: int, requests: list[GenerateRequest]) -> list[Completion]:
+        made = []
+        for request in requests:
+            tokens = self.rng.integers(5, 90, request.sampling.max_tokens).tolist()
+            ids = torch.tensor([request.prompt + tokens])
+            found = self.model(ids).logits[0, len(request.prompt) - 1 : -1].log_softmax(-1)
+            told = found.gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
+            made.append(Completion(tokens=tokens, logprobs=told, versions=[], stop="length"))
+        if len(made[-1].tokens) > 1:
+            made[-1].logprobs[-1] += self.off
+        return made
+
+
+def compared(path: str, off: float, **layout: Any) -> str:
+    """What the comparison with such an engine ends with, on this rank."""
+    with policy_on(path, **layout) as policy:
+        mesh, engine = policy.mesh, None
+        if mesh.rank == 0:
+            engine = Engine(path, off)
+        tokenizer = load_tokenizer(ModelConfig(model_path=path)) if engine else None
+        check = SpeculationCheck(
+            "engine_args.speculative_config",
+            mesh,
+            policy,
+            RowPacking(mesh.dp, 256, policy.multiple),
+            128,
+            engine.ask if engine else None,
+            tokenizer.encode if tokenizer else None,
+        )
+        try:
+            check(0)
+        except ConfigError as error:
+            return str(error)
+        return ""

@@ -202,3 +202,23 @@ def test_entropy_is_counted_where_tokens_are_trained() -> None:
         )
     mesh: Any = SimpleNamespace(reduce=lambda sums, maxima: None)
     assert totals.reduce(mesh)["entropy/mean"] == 4.0
+
+
+COMPARED: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2-cp2": (4, {"tp": 2, "cp": 2, "sp": True}),
+    "pp2-dp2": (4, {"pp": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", COMPARED)
+def test_an_engine_is_compared_in_every_layout(
+    ranks: Ranks, checkpoints: dict[str, Path], layout: str
+) -> None:
+    """One log-probability of 1,152 that is off by a little more than the bar ends every rank."""
+    world, sizes = COMPARED[layout]
+    arguments = {"path": str(checkpoints["qwen3"]), **sizes}
+    assert ranks.run("logprobs_jobs:compared", world, off=0.0, **arguments) == [""] * world
+    (sentence, *others) = ranks.run("logprobs_jobs:compared", world, off=2e-3, **arguments)
+    assert others == [sentence] * (world - 1)
+    assert "differ from the trainer's by 2.0e-03 at most" in sentence
+    assert "1 of them by more than 1.0e-03" in sentence

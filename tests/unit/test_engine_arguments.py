@@ -15,7 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rft.config import ModelConfig, RolloutModelConfig, to_config
-from rft.config.engine_arguments import EVERY, LAYOUT, OWNED, PARSERS, PASSED, PROOF, VLLM
+from rft.config.engine_arguments import COMPARED, EVERY, LAYOUT, OWNED, PARSERS, PASSED, PROOF, VLLM
 from rft.preflight.rules import Refusals
 from rft.preflight.rules_run import ENGINES
 from rft.rollout import engine as engines
@@ -44,7 +44,7 @@ def test_every_argument_of_the_installed_vllm_is_in_one_class() -> None:
     there = fields_of_vllm()
     assert len(there) > 200
     assert (sorted(there - EVERY), sorted(EVERY - there)) == ([], []), "came, went"
-    classes: list[set[str]] = [set(PASSED), set(OWNED), set(LAYOUT)]
+    classes: list[set[str]] = [set(PASSED), set(OWNED), set(LAYOUT), set(COMPARED)]
     assert sum(map(len, classes)) == len(EVERY), "one is in two classes"
 
 

@@ -1,5 +1,6 @@
 """The order of the things that a step does, which is what a resume relies on."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ class Parts:
         exports: str = "never",
     ) -> None:
         self.exports = exports
+        self.check: Callable[[int], None] | None = None
         self.news: list[Committed] = []
         self.events: list[str] = []
         self.asked: list[int] = []
@@ -130,9 +132,18 @@ def trained(parts: Parts, save_times: SaveTimes | None = None, **sync: Any) -> l
         on_phase=lambda phase: None,
         export=lambda step: parts.note(f"export {step}"),
         save_times=save_times or SaveTimes(1, 0.0, share=lambda item: item),
+        check=parts.check,
     )  # type: ignore[arg-type]
     assert trainer.fit(0) == STEPS
     return parts.events
+
+
+def test_engines_that_speculate_are_judged_between_their_weights_and_the_first_step() -> None:
+    parts = Parts()
+    parts.check = lambda version: parts.note(f"check {version}")
+    events = trained(parts)
+    assert events[:4] == ["publish 0", "published", "check 0", "rest"]
+    assert sum(event.startswith("check") for event in events) == 1
 
 
 def second(events: list[str]) -> list[str]:

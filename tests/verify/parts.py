@@ -60,7 +60,7 @@ PARTS = {
     ),
     "runs": e2e(
         *("loop", "resume_loop", "failures", "outer", "supervised", "stages_run", "experts"),
-        *("flat_file", "debug_task", "sweep_resumes", "hub_run"),
+        *("flat_file", "debug_task", "sweep_resumes", "hub_run", "speculation"),
     ),
     "algorithms": e2e("algorithms", "ppo", "row_runs", "tinker_run"),
     "agents": tests(
