@@ -21,6 +21,7 @@ import numpy as np
 from rft.config import ConfigError
 from rft.data.packing import Row
 from rft.data.updates import ONE_UPDATE, RowPacking, planned
+from rft.ground.columns import behind
 from rft.ground.experience import Completion, GenerateRequest, Sampling
 from rft.ground.protocols import TrainerMesh
 
@@ -74,7 +75,7 @@ class SpeculationCheck:
         longest = max(1, min(RESPONSE, self.context - room))
         answers = self.ask(version, self._requests("speculated", prompts, longest))
         begun = [
-            prompt + answer.tokens[:at]
+            prompt + answer.ids[:at]
             for prompt, answer in zip(prompts, answers, strict=True)
             for at in np.linspace(0, len(answer.tokens) - 1, ALONE, dtype=int).tolist()
         ]
@@ -120,12 +121,12 @@ def texts() -> list[str]:
 
 def row_of(prompt: list[int], answer: Completion) -> Row:
     """Its sampled tokens are what is scored; raises ValueError when there are none."""
-    if not answer.tokens:
+    if not len(answer.tokens):
         raise ValueError(f"an engine answered {len(prompt)} tokens with none: {answer.stop}")
     size = len(prompt), len(answer.tokens)
     sampled = np.repeat(np.float32([0, 1]), size)
     return Row(
-        tokens=np.array(prompt + answer.tokens, dtype=np.int64),
+        tokens=behind(prompt, answer.tokens),
         trained=sampled,
         behaviour=np.concatenate([np.zeros(size[0]), answer.logprobs]).astype(np.float32),
         advantage=np.zeros_like(sampled),

@@ -23,6 +23,7 @@ OWN = (
     "time",
     "sync/",
     "pool/",
+    "explorer/engine_idle",
     "rollout/",
     "endpoint/",
     "checkpoint/",
