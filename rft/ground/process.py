@@ -389,7 +389,9 @@ class Child:
 
     @property
     def stopped(self) -> bool:
-        return self._process is not None and any(map(is_stopped, family(self._process.pid)[:1]))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return self._process is not None and is_stopped(psutil.Process(self._process.pid))
+        return False
 
     async def send(self, body: bytes) -> None:
         assert self._socket is not None

@@ -14,12 +14,13 @@ after each item.
 Invariant: every response gets exactly one result, in order, and an infrastructure failure never
 looks like a reward: the item that hung is "timeout" (time for which the worker, or this process,
 was stopped does not count); the item whose process died runs once more, in the replacement, and is
-"error" where that dies too; the items behind it run in the replacement. A worker that dies while
-nothing is asked of it is replaced within a second or two.
+"error" where that dies too; the items behind it run in the replacement. Of workers of which nothing
+is asked, a dead one is replaced within a second or two, a stopped one after half a minute.
 """
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TypeVar
@@ -101,13 +102,15 @@ class RewardPool:
             self._idle.put_nowait(worker)
 
     async def _attend(self) -> None:
-        """Replace workers that died while nothing was asked of them: the next group finds one that
-        is ready.
+        """Replace workers that died, or stay stopped, while nothing was asked of them: the next
+        group finds one that is ready.
         """
+        stopped = Counter[Child]()  # looks that found it so, one behind the other
         while not self._closed:
             await asyncio.sleep(ATTEND_S)
-            for worker in self._workers:
-                if worker not in self._busy and not worker.alive:
+            for worker in set(self._workers) - self._busy:
+                stopped[worker] = stopped[worker] + 1 if worker.stopped else 0
+                if not worker.alive or stopped[worker] * ATTEND_S > STOPPED_S:
                     self._replace(worker)
 
     def _score_here(self, task: Task, response: str, tokens: int = UNKNOWN) -> RewardResult:

@@ -193,6 +193,7 @@ Explorer.explore | its own start | none: whoever asks has `RETURN_S` | rank 0 fa
 Explorer.finished | its own start | none: its supervisor has `START_S` for it | the run ends
 Explorer._readmit | a held explorer goes on | none: until its trainer says so | the trainer's end
 Explorer.opened | all parts serve | none: whoever asks has `START_S` | rank 0 fails
+Explorer.sample | it is prepared; engines | none: `START_S` of who asks | -
 Explorer._report | the next report | `runner_state_report_interval` | it reports
 rollout/pool.py
 EnginePool._ask | an engine's answer | none: the task's `max_timeout` | the engine is told to \
@@ -397,6 +398,7 @@ PoolNumbers.metrics | the explorer's numbers | 0: only if they are there | the l
 QueueSource._call | the buffer, which may come back | `RETURN_S`; a batch: `max_read_timeout` and \
 `READ_MARGIN_S` | rank 0 fails
 await_engines | all parts serve | `START_S`, then `RETURN_S` | rank 0 fails
+sampled | engines that speculate answer | `START_S` | rank 0 fails
 trainer/trainer.py
 Trainer._evaluate | engines have the version | `sync_timeout` and `REPLY_S` | the rank fails
 Trainer._await_save | the last save | twice `agent_deadline_s` | once more, then the rank fails

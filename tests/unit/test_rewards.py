@@ -409,13 +409,19 @@ def test_a_worker_killed_while_idle_is_replaced_and_nobody_is_blamed(user_file: 
     with_pool(body)
 
 
-def test_a_worker_killed_while_idle_is_replaced_although_nobody_asks() -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_lost_while_idle_is_replaced_although_nobody_asks(
+    end: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_pool, "ATTEND_S", 0.02)
+    monkeypatch.setattr(reward_pool, "STOPPED_S", 0.1)
+
     async def body(pool: RewardPool) -> None:
         await pool.start()
         worker = pool._workers[0]
         before = worker._process
         assert before is not None
-        os.kill(before.pid, signal.SIGKILL)
+        os.kill(before.pid, end)
         async with asyncio.timeout(30):
             while not pool.replaced:
                 await asyncio.sleep(0)
