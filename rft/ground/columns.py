@@ -89,6 +89,8 @@ def is_same(one: Any, other: Any) -> bool:
 def _check(values: Any) -> None:
     if not isinstance(values, np.ndarray):
         raise NotImplementedError(f"a record holds no {type(values).__name__}")
+    if values.dtype not in DTYPES.values():
+        raise TypeError(f"a record holds no column of {values.dtype}")
 
 
 def _runs(flags: np.ndarray) -> np.ndarray:

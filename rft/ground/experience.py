@@ -31,8 +31,8 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Columnar(Record, kw_only=True):
-    """Base of records that hold columns. Lists are taken, too, and become columns by `as_columns`,
-    or on their way to another process.
+    """Base of records that hold columns. Lists, and arrays of another dtype, are taken too, and
+    become columns by `as_columns`; lists also on their way to another process.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -46,13 +46,15 @@ class Columnar(Record, kw_only=True):
         found = []
         for name, kind in COLUMNS.items():
             given = getattr(self, name, None)
-            if given is None or isinstance(given, np.ndarray):
+            if given is None:
                 continue
             try:
-                setattr(self, name, columns.column(kind, given))
-            except (ValueError, OverflowError) as error:
+                made = columns.column(kind, given)
+            except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-            found.append(name)
+            if made is not given:
+                setattr(self, name, made)
+                found.append(name)
         return found
 
 

@@ -132,3 +132,17 @@ def test_a_record_that_differs_in_one_token_is_another() -> None:
     )
     assert one == msgspec.structs.replace(one)
     assert one != msgspec.structs.replace(one, tokens=np.array([1, 3], np.int32))
+
+
+def test_arrays_of_another_dtype_become_columns_and_are_never_sent_as_they_are() -> None:
+    def made(**other: Any) -> Experience:
+        given = {"tokens": [1, 2], "action_mask": [1], "logprobs": [-0.5]} | other
+        return Experience(prompt_length=1, **given)
+
+    wide = made(tokens=np.array([1, 2]), action_mask=np.array([1]), logprobs=np.array([-0.5]))
+    assert wide.as_columns() == ["tokens", "action_mask", "logprobs"] and wide.as_columns() == []
+    plain = made()
+    plain.as_columns()
+    assert decode(encode(wide), Experience) == plain
+    with pytest.raises(TypeError, match="no column of int64"):
+        encode(made(tokens=np.array([1, 2])))

@@ -134,8 +134,8 @@ async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
     )
     if listed := check(task, made):
         told = (
-            f"workflow {task.workflow!r} gives {', '.join(listed)} as lists: they are made columns "
-            "of numpy here (rft.ground.columns), which takes time"
+            f"workflow {task.workflow!r} gives {', '.join(listed)} as lists, or of another dtype: "
+            "they are made columns here (rft.ground.columns), which takes time"
         )
         ctx.shared.count("lists_as_columns", told)
     return made
@@ -143,7 +143,7 @@ async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
 
 def check(task: Task, experiences: list[Experience]) -> list[str]:
     """Refuse, by name, what the trainer could not learn from or would learn wrongly from; returns
-    the names of fields that were lists, and are columns now.
+    the names of fields that were no columns, and are now.
     """
     if not experiences:
         raise ValueError(f"workflow {task.workflow!r} returned no experience for task {task.id}")
