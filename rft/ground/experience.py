@@ -162,7 +162,7 @@ class Completion(Columnar, kw_only=True):
     @property
     def ids(self) -> list[int]:
         """The tokens, for a tokenizer."""
-        found: list[int] = np.asarray(self.tokens).tolist()
+        found: list[int] = self.tokens.tolist()
         return found
 
     def chosen(self, sampling: Sampling) -> Flags:
@@ -171,7 +171,7 @@ class Completion(Columnar, kw_only=True):
         """
         if not sampling.structured:
             return np.ones(len(self.tokens), dtype=bool)
-        return np.asarray(self.logprobs) != 0
+        return self.logprobs != 0
 
 
 def no_column(kind: Any) -> Any:
@@ -228,6 +228,11 @@ class Experience(Columnar, kw_only=True):
         """For a tokenizer."""
         found: list[int] = np.asarray(self.tokens)[self.prompt_length :].tolist()
         return found
+
+    @property
+    def token_bytes(self) -> bytes:
+        """Equal where the tokens are."""
+        return columns.column(Ids, self.tokens).tobytes()
 
     @property
     def failed(self) -> bool:

@@ -243,7 +243,7 @@ class DropRepeats:
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
         found: dict[bytes, Experience] = {}
         for experience in experiences:
-            tokens = np.asarray(experience.tokens, dtype=np.int32).tobytes()
+            tokens = experience.token_bytes
             if tokens not in self.seen:
                 found.setdefault(tokens, experience)
         if self.remember:

@@ -17,7 +17,6 @@ from math import isfinite
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from rft.config import ConfigError, DataJuicerConfig, OperatorConfig
 from rft.extras.pipeline.operators import Operator, build, call
@@ -95,7 +94,7 @@ class Worker:
         is_rows = self._setup.key == TASKS
         items: list[Any] = msgspec.json.decode(work.payload) if is_rows else self._received(work)
         done = Done(payload=b"", metrics=[], seconds=[], counts=[])
-        tokens = None if is_rows else {as_key(experience) for experience in items}
+        tokens = None if is_rows else {experience.token_bytes for experience in items}
         for name, operator in self._chosen(work.chosen):
             self._enter(name)
             began = time.perf_counter()
@@ -168,21 +167,16 @@ def checked(result: Any, tokens: set[tuple[int, ...]] | None) -> tuple[list[Any]
     return items, {name: float(value) for name, value in numbers.items() if isfinite(value)}
 
 
-def as_key(experience: Experience) -> bytes:
-    """Equal where the tokens are."""
-    return np.asarray(experience.tokens, dtype=np.int32).tobytes()
-
-
 def check_experiences(experiences: list[Experience], tokens: set[bytes]) -> None:
     for position, experience in enumerate(experiences):
-        if as_key(experience) not in tokens:
-            raise InvalidResult(
-                f"experience {position} has tokens that no engine sampled for this group"
-            )
         try:
             experience.as_columns()
         except ValueError as error:
             raise InvalidResult(f"experience {position}: {error}") from error
+        if experience.token_bytes not in tokens:
+            raise InvalidResult(
+                f"experience {position} has tokens that no engine sampled for this group"
+            )
         if wrong := problem(experience):
             raise InvalidResult(f"experience {position}: {wrong}")
 
