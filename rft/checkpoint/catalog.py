@@ -5,6 +5,7 @@ these, those that retention lets go. Invariant: a directory counts only with a m
 fits; the newest entry and every tagged one stay, whatever the rules say.
 """
 
+import contextlib
 import logging
 import re
 from dataclasses import dataclass
@@ -117,15 +118,41 @@ def read_manifest(storage: Storage, path: str) -> Manifest:
     return manifest
 
 
+def find(storage: Storage, collection: str, save: tuple[int, str]) -> str | None:
+    """Path of the committed save of that (step, id)."""
+    for path in named(storage, collection):
+        if step_of(path) == save[0] and MANIFEST in storage.list(path):
+            with contextlib.suppress(ValueError):  # a damaged one is not this save
+                if read_manifest(storage, path).id == save[1]:
+                    return path
+    return None
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A committed checkpoint. Later ones have a larger (epoch, step)."""
+    """A committed checkpoint. Later ones have a larger (epoch, step). `bytes`: on disk; `base`:
+    (step, id) of the one that it is a patch of.
+    """
 
     path: str
     epoch: int
     step: int
     bytes: int
     tagged: bool = False
+    id: str = ""
+    base: tuple[int, str] | None = None
+
+
+def with_bases(kept: list[Entry], entries: list[Entry]) -> set[str]:
+    """Paths of these, and of all without which they could not be read."""
+    known = {(entry.step, entry.id): entry for entry in entries}
+    paths: set[str] = set()
+    for entry in kept:
+        one: Entry | None = entry
+        while one is not None and one.path not in paths:
+            paths.add(one.path)
+            one = known.get(one.base) if one.base else None
+    return paths
 
 
 def expired(entries: list[Entry], policy: Retention) -> list[Entry]:
@@ -136,6 +163,8 @@ def expired(entries: list[Entry], policy: Retention) -> list[Entry]:
     keep = {ordered[-1].path} | {entry.path for entry in ordered if entry.tagged}
     wanted = set(keep)
     wanted |= {entry.path for entry in (ordered[-policy.last :] if policy.last else ordered)}
+    if policy.since is not None:
+        wanted |= {entry.path for entry in ordered if entry.step >= policy.since}
     if policy.every:
         wanted |= {entry.path for entry in ordered if entry.step % policy.every == 0}
     if policy.best:
@@ -146,6 +175,7 @@ def expired(entries: list[Entry], policy: Retention) -> list[Entry]:
             if total > policy.max_bytes and entry.path in wanted - keep:
                 wanted.discard(entry.path)
                 total -= entry.bytes
+    wanted = with_bases([entry for entry in ordered if entry.path in wanted], ordered)
     return [entry for entry in ordered if entry.path not in wanted]
 
 
@@ -176,5 +206,15 @@ def list_entries(storage: Storage, collection: str = "") -> list[Entry]:
         except (ValueError, OSError) as error:
             log.error("%s", error)
             continue
-        entries.append(Entry(path, manifest.epoch, manifest.step, manifest.bytes, path in tags))
+        entries.append(
+            Entry(
+                path,
+                manifest.epoch,
+                manifest.step,
+                manifest.size,
+                path in tags,
+                manifest.id,
+                manifest.base,
+            )
+        )
     return sorted(entries, key=lambda entry: (entry.epoch, entry.step))

@@ -180,7 +180,13 @@ class Checkpoints(Protocol):
     @property
     def newest(self) -> int | None: ...
     def save(
-        self, step: int, models: Any, loop: dict[str, Any], full: bool = True, weights: bool = False
+        self,
+        step: int,
+        models: Any,
+        loop: dict[str, Any],
+        full: bool = True,
+        weights: bool = False,
+        version: bool = False,
     ) -> bool: ...
     def poll(self) -> list[Any]: ...
     def before_update(self) -> float: ...

@@ -63,6 +63,11 @@ class Encoder:
         self._at += len(after)
 
     @property
+    def told(self) -> int:
+        """Elements that differ, of those taken so far."""
+        return self._told
+
+    @property
     def is_dense(self) -> bool:
         """So many elements differ that there will be no delta."""
         return self._told > self._most
