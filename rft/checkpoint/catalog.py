@@ -8,6 +8,7 @@ fits; the newest entry and every tagged one stay, whatever the rules say.
 import contextlib
 import logging
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import PurePosixPath
@@ -23,7 +24,7 @@ from rft.checkpoint.records import (
     decode_json,
     sha256,
 )
-from rft.checkpoint.storage import NotAFile, Storage
+from rft.checkpoint.storage import COLLECTIONS, NotAFile, Storage
 
 log = logging.getLogger(__name__)
 COMMITTED = re.compile(r"(step|v)_(\d{8}|[1-9]\d{8,17})(\.[0-9a-z]+)?", re.ASCII)
@@ -128,6 +129,20 @@ def find(storage: Storage, collection: str, save: tuple[int, str]) -> str | None
     return None
 
 
+def weights_of(storage: Storage, version: int) -> str | None:
+    """Path of the newest save that has the weights of policy version `version`: it was kept, or it
+    is there for engines, or in a checkpoint.
+    """
+    paths = [
+        path
+        for collection in reversed(COLLECTIONS)
+        for path in named(storage, collection)
+        if step_of(path) == version and MANIFEST in storage.list(path)
+    ]
+    found = list(_entries(storage, paths))
+    return max(found, key=lambda one: one.epoch).path if found else None
+
+
 @dataclass(frozen=True)
 class Entry:
     """A committed checkpoint. Later ones have a larger (epoch, step). `bytes`: on disk; `base`:
@@ -198,23 +213,18 @@ def _best(ordered: list[Entry], policy: Retention) -> list[Entry]:
 
 def list_entries(storage: Storage, collection: str = "") -> list[Entry]:
     """Committed directories with a sound manifest, oldest first."""
+    return sorted(
+        _entries(storage, committed(storage, collection)), key=lambda one: (one.epoch, one.step)
+    )
+
+
+def _entries(storage: Storage, paths: Iterable[str]) -> Iterator[Entry]:
+    """Of committed directories those with a sound manifest."""
     tags = set(storage.list("tags"))
-    entries = []
-    for path in committed(storage, collection):
+    for path in paths:
         try:
-            manifest = read_manifest(storage, path)
+            found = read_manifest(storage, path)
         except (ValueError, OSError) as error:
             log.error("%s", error)
             continue
-        entries.append(
-            Entry(
-                path,
-                manifest.epoch,
-                manifest.step,
-                manifest.size,
-                path in tags,
-                manifest.id,
-                manifest.base,
-            )
-        )
-    return sorted(entries, key=lambda entry: (entry.epoch, entry.step))
+        yield Entry(path, found.epoch, found.step, found.size, path in tags, found.id, found.base)

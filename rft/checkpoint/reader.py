@@ -166,15 +166,17 @@ class RankFile:
         self._files, self._receipt, self._before = files, receipt, before
         self._kept: tuple[int, bytes | memoryview] = (-1, b"")
         self._starts: list[int] = []  # of frames
+        self._memory = bytearray()  # of a patched chunk, until the next
 
     def read(self, start: int, count: int) -> bytearray:
         """Raises Damaged, naming the file and the chunk, or StorageUnreachable."""
         out = bytearray(count)
-        at = start
+        at, into = start, memoryview(out)
         while at < start + count:
             number = at // CHUNK
-            inside = self.chunk(number)[at - number * CHUNK : start + count - number * CHUNK]
-            out[at - start : at - start + len(inside)] = inside
+            chunk = memoryview(self.chunk(number))
+            inside = chunk[at - number * CHUNK : start + count - number * CHUNK]
+            into[at - start : at - start + len(inside)] = inside
             at += len(inside)
         return out
 
@@ -201,7 +203,9 @@ class RankFile:
                 file = file._before(file._receipt, file._files.where(file.name))
         if not deltas:
             return data
-        content = memoryview(bytearray(data))
+        self._memory = self._memory or bytearray(min(CHUNK, self.bytes))
+        content = memoryview(self._memory)[: len(data)]
+        content[:] = data
         for file, frame in reversed(deltas):
             file._apply(number, frame, content)
         return content

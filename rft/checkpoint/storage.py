@@ -321,14 +321,11 @@ class LocalSink:
 def read_at(file: BinaryIO, start: int, length: int) -> bytes:
     """Exactly these bytes, or fewer where the file ends."""
     file.seek(start)
-    parts = io.BytesIO()
-    while length:
-        part: Any = file.read(length)
-        if not part:
-            break
-        parts.write(part)
+    parts: list[Any] = []
+    while length and (part := file.read(length)):
+        parts.append(part)
         length -= len(part)
-    return parts.getvalue()
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def open_storage(where: str | Path, disk: Disk | None = None) -> Storage:

@@ -23,9 +23,9 @@ from rft.checkpoint.writer import ChunkHasher
 from rft.ground.delta import Encoder
 from rft.ground.names import ITEM_BYTES
 
-# Of a chain, in parts of all elements: to apply so many takes as long as to read all of them once.
-REACH = 1 / 8
-LINK = 1 / 1000  # what another version of a chain costs beside its elements, in the same measure
+# Of a chain, told elements in parts of all: to apply so many takes as long as to read all once.
+REACH = 1 / 12
+LINK = 1 / 250  # what another version of a chain costs beside its elements, in the same measure
 
 
 class VersionKeeper:
@@ -36,6 +36,8 @@ class VersionKeeper:
         self.base: tuple[int, str] | None = None  # whose bits these are
         self.layout = ""  # of that
         self.told = np.empty(0)  # elements since a chunk was stored as it is
+        self.reach = 0.0  # of the chain that ends with these bits
+        self.last = 0.0  # what its last link has added: as much as the next will
         self.links = 0
         self._is_lost = threading.Event()
 
@@ -50,8 +52,7 @@ class VersionKeeper:
             self.base = None
         if self.base is None or self.layout != output.layout:
             return False
-        elements = max(1, output.bytes // width_of(output))
-        return float(self.told.sum()) / elements + LINK * self.links < REACH
+        return self.reach + self.last <= REACH
 
     def begin(self, output: Output) -> None:
         """Until its receipt is durable these are the bits of no version."""
@@ -64,6 +65,9 @@ class VersionKeeper:
     def keep(self, begin: Begin, output: Output, is_full: bool) -> None:
         self.base, self.layout = (begin.step, begin.id), output.layout
         self.links = 0 if is_full else self.links + 1
+        elements = max(1, output.bytes // width_of(output))
+        reach = float(self.told.sum()) / elements + LINK * self.links
+        self.last, self.reach = max(0.0, reach - self.reach), reach
 
 
 class VersionStream:

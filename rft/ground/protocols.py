@@ -176,6 +176,7 @@ class Checkpoints(Protocol):
     """
 
     requested: int | None
+    needed: int  # the oldest version that data which may be trained is of
 
     @property
     def newest(self) -> int | None: ...

@@ -152,7 +152,7 @@ class Trainer:
         for report in self.checkpoints.poll():
             self.save_times.hear(report)
             if isinstance(report, Retained):
-                self.feed.retain(report.oldest)
+                self.checkpoints.needed = self.feed.retain(report.oldest) or 0
             elif isinstance(report, Committed) and not report.collection:
                 self.feed.saved(report.step)
                 if self.config.save_hf_checkpoint == "always":

@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import Hand, State, load, managed, save, trainer_config
 
+from rft.buffer.ledger import Ledger
+from rft.buffer.progress import Issued, Stored
 from rft.checkpoint import catalog, commit, records, sharding, versions
 from rft.checkpoint.catalog import Entry, expired
 from rft.checkpoint.reader import Checkpoint, Damaged
@@ -33,6 +35,8 @@ from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import VERSIONS, Disk, LocalStorage, open_storage
 from rft.checkpoint.versions import VersionKeeper
 from rft.checkpoint.writer import Writer
+from rft.ground.experience import Experience, VersionSpan, encode
+from rft.tools import ckpt
 
 WIDTHS = {"bfloat16": 2, "float32": 4, "uint8": 1}
 seeds = st.integers(0, 2**32 - 1)
@@ -208,8 +212,7 @@ def test_few_changes_cost_few_bytes_and_a_chain_ends(tmp_path):
         sizes.append(catalog.read_manifest(ranks.storage, ranks.kept[step]).size)
     full = [step for step, size in enumerate(sizes, 1) if size == whole.nbytes]
     patches = [size for size in sizes if size < whole.nbytes]
-    reached = [0, *np.cumsum([0.01 + versions.LINK] * 29)]
-    first = 2 + int(np.searchsorted(reached, versions.REACH))
+    first = 2 + int(versions.REACH / (0.01 + versions.LINK))
     assert full[:2] == [1, first] and len(full) == -(-30 // (first - 1))
     assert max(patches) < 3 * 0.01 * whole.size
     assert np.array_equal(ranks.read(ranks.kept[30]), whole)
@@ -331,3 +334,57 @@ def test_a_full_disk_costs_versions_and_nothing_else(memory_path: Path) -> None:
     assert len(lost) == 4 and all("are left to checkpoints" in report.cause for report in lost)
     assert not [report for report in heard if isinstance(report, SaveFailed)]
     assert not [name for name in storage.list(VERSIONS) if ".tmp-" in name]
+
+
+# --- by hand -------------------------------------------------------------------------------------
+
+
+def stored(directory: Path, versions: list[list[int]]) -> None:
+    """A journal with a group for each list, a token of each of its versions."""
+    ledger = Ledger(str(directory), 2**20)
+    for number, sampled in enumerate(versions):
+        spans = [VersionSpan(version=v, start=i, end=i + 1) for i, v in enumerate(sampled)]
+        row = Experience(
+            tokens=[1] * (1 + len(spans)),
+            prompt_length=1,
+            action_mask=[True] * len(spans),
+            logprobs=[0.0] * len(spans),
+            versions=spans,
+        )
+        ledger.append(Issued(group=number, explorer="e", task=b"", cursor={}))
+        ledger.append(Stored(group=number, experiences=encode([row]), version=min(sampled)))
+    ledger.journal.close()
+
+
+def test_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ls, show, verify and gc know versions; what stored tokens are of stays, with its bases."""
+    root, source, expected = tmp_path / "checkpoints", weights(), {}
+    with managed(root, source, config=trainer_config(versions="all")) as manager:
+        for step in range(7):
+            source.tensors["model/w"][step, ::7] *= 1.01
+            expected[step] = source.tensors["model/w"].clone()
+            if step == 3:  # as after the death of an agent: a full one
+                os.kill(manager._link.pid, signal.SIGKILL)
+            save(manager, step, source, full=step == 6, version=True)
+    assert ckpt.main(["ls", str(tmp_path)]) == 0
+    assert "versions: 0-6; " in (said := capsys.readouterr().out) and "2 of 7 in full" in said
+    assert ckpt.main(["show", str(tmp_path), "--version", "2"]) == 0
+    assert "what changed since v 1" in capsys.readouterr().out
+    assert ckpt.main(["show", str(tmp_path), "--version", "9"]) == 2
+    assert "no weights of version 9; kept: 0-6" in capsys.readouterr().err
+    stored(tmp_path / "buffer" / "experience_buffer", [[5], [4, 5]])
+    assert ckpt.main(["gc", str(tmp_path)]) == 0
+    assert "3 stored tokens are of versions 4-5\nto go: 0-2 (3 of 7" in capsys.readouterr().out
+    assert ckpt.main(["gc", str(tmp_path), "--remove"]) == 0
+    paths = catalog.committed(open_storage(root), VERSIONS)
+    assert [catalog.step_of(path) for path in paths] == [3, 4, 5, 6]
+    for path in paths:
+        assert torch.equal(bits(root, path), expected[catalog.step_of(path)])
+    capsys.readouterr()
+    assert ckpt.main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("good") == 5
+    (file,) = (root / paths[1]).glob("*.bin")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert ckpt.main(["verify", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.count("DAMAGED") == 3, "it, and what is made of it"
+    assert catalog.weights_of(open_storage(root), 6) == "versions/v_00000006"
