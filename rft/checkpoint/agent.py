@@ -51,9 +51,9 @@ from rft.checkpoint.records import (
     SaveFailed,
     Window,
 )
-from rft.checkpoint.storage import VERSIONS, Storage, open_storage
+from rft.checkpoint.storage import VERSIONS, Sink, Storage, open_storage
 from rft.checkpoint.wire import Wire
-from rft.checkpoint.writer import Gate, Pacer, Writer
+from rft.checkpoint.writer import Gate, Pacer, Stream, Writer
 from rft.ground.process import end_family
 from rft.monitor import logs, trace
 
@@ -169,7 +169,7 @@ class Agent:
         writer = self._writers.get(message.id)
         if isinstance(message, Begin):
             self._writers[message.id] = Writer(
-                message, self.settings, self.storage, self._wrote, self._keeper, self._lose
+                message, self.settings, self.storage, self._wrote, self._keep, self._lose
             )
         elif isinstance(message, Drop):
             if writer is not None:
@@ -219,12 +219,12 @@ class Agent:
         except OSError as error:  # the same full disk, perhaps; the others meet their deadline
             log.error("cannot leave word in %s: %s", output.draft, error)
 
-    def _keeper(self) -> "VersionKeeper":
+    def _keep(self, output: Output, create: Callable[[int], Sink]) -> Stream:
         if self._kept is None:
             from rft.checkpoint.versions import VersionKeeper  # with numpy
 
             self._kept = VersionKeeper()
-        return self._kept
+        return self._kept.stream(output, create)
 
     def _lose(self, begin: Begin, output: Output, cause: str) -> None:
         """A version will not be kept; the save that it is a part of goes on."""

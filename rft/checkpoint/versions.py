@@ -13,7 +13,7 @@ elements per element.
 """
 
 import threading
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
@@ -62,6 +62,9 @@ class VersionKeeper:
             self.told = np.zeros(-(-output.bytes // CHUNK))
         self.base = None
 
+    def stream(self, output: Output, create: Callable[[int], Sink]) -> "VersionStream":
+        return VersionStream(output, self, create)
+
     def keep(self, begin: Begin, output: Output, is_full: bool) -> None:
         self.base, self.layout = (begin.step, begin.id), output.layout
         self.links = 0 if is_full else self.links + 1
@@ -73,7 +76,7 @@ class VersionKeeper:
 class VersionStream:
     """One version on its way to its file; takes what `writer.Stream` takes."""
 
-    def __init__(self, output: Output, keeper: VersionKeeper, create: Any):
+    def __init__(self, output: Output, keeper: VersionKeeper, create: Callable[[int], Sink]):
         """`create(size)`: the file, with so much room reserved; 0: not known."""
         self.output = output
         self.base = keeper.base if keeper.goes_on(output) else None

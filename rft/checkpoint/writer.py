@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import xxhash
 
@@ -29,9 +29,6 @@ from rft.checkpoint.records import (
 )
 from rft.checkpoint.storage import VERSIONS, Sink, Storage
 from rft.ground import durable
-
-if TYPE_CHECKING:
-    from rft.checkpoint.versions import VersionKeeper, VersionStream
 
 log = logging.getLogger(__name__)
 STRATEGIES = ("unrestricted", "single_node", "single_process", "single_thread")
@@ -80,9 +77,29 @@ class ChunkHasher:
         self._hash, self._left = xxhash.xxh3_128(), CHUNK
 
 
+class Stream(Protocol):
+    """One output on its way to its file."""
+
+    output: Output
+
+    @property
+    def chunks(self) -> list[str]: ...
+    @property
+    def patch(self) -> Patch | None: ...
+    def write(self, piece: memoryview) -> None: ...
+    def close(self) -> None: ...
+    def abort(self) -> None: ...
+    def done(self, begin: Begin) -> None:
+        """The receipt is durable."""
+
+
+# of a version, by what makes its file with so much room reserved
+Keep = Callable[[Output, Callable[[int], Sink]], Stream]
+
+
 @dataclass
-class Stream:
-    """One output's open file."""
+class PlainStream:
+    """Bytes as they are."""
 
     output: Output
     sink: Sink
@@ -119,7 +136,7 @@ class Writer:
         settings: CheckpointSettings,
         storage: Storage,
         pace: Callable[[int], None],
-        keeper: "Callable[[], VersionKeeper] | None" = None,
+        keep: Keep | None = None,
         lose: Callable[[Begin, Output, str], None] = lambda begin, output, cause: None,
     ):
         self.begin = begin
@@ -128,9 +145,9 @@ class Writer:
         self.pace = pace
         self.started = time.monotonic()
         self.lost: set[str] = set()  # collections of what could not be kept
-        self._keeper = keeper
+        self._keep = keep
         self._lose = lose
-        self._streams: list[Stream | VersionStream] | None = None
+        self._streams: list[Stream] | None = None
 
     @property
     def outputs(self) -> list[Output]:
@@ -166,7 +183,7 @@ class Writer:
                 stream.done(self.begin)
 
     @property
-    def _open_streams(self) -> "list[Stream | VersionStream]":
+    def _open_streams(self) -> list[Stream]:
         return [s for s in self._streams or [] if s.output.collection not in self.lost]
 
     @contextlib.contextmanager
@@ -187,7 +204,7 @@ class Writer:
         for stream in self._streams or []:
             stream.sink.abort()
 
-    def _open(self, output: Output) -> "Stream | VersionStream":
+    def _open(self, output: Output) -> Stream:
         self._check_room(output)
         if output.collection:
             self.storage.begin(output.collection)
@@ -195,13 +212,9 @@ class Writer:
         path = f"{output.draft}/{file_name(self.settings.rank)}"
         self.storage.discard(path)  # of this rank's agent before it died and was started again
         if output.collection == VERSIONS:
-            from rft.checkpoint.versions import VersionStream
-
-            assert self._keeper is not None
-            return VersionStream(
-                output, self._keeper(), lambda size: self.storage.create(path, size)
-            )
-        return Stream(output, self.storage.create(path, output.bytes))
+            assert self._keep is not None
+            return self._keep(output, lambda size: self.storage.create(path, size))
+        return PlainStream(output, self.storage.create(path, output.bytes))
 
     def _check_room(self, output: Output) -> None:
         """Versions leave room for a checkpoint. Raises NoSpace."""
@@ -232,7 +245,7 @@ class Writer:
             return False
         return decode_json(data, Receipt).id == self.begin.id
 
-    def _receipt(self, stream: "Stream | VersionStream") -> Receipt:
+    def _receipt(self, stream: Stream) -> Receipt:
         begin, rank = self.begin, self.settings.rank
         is_version = stream.output.collection == VERSIONS  # no run goes on from it
         return Receipt(

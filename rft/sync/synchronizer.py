@@ -64,9 +64,8 @@ class Synchronizer:
     """Runs as one Ray actor; every method is a coroutine on its event loop.
 
     `kv` and `direct` go to the engines with a trainer and with each round. `root`: where there is
-    no trainer here, what it follows; with `version` that one alone. `begins`: the number that
-    generations are counted from, 0 in the first process of it, in others one that none before has
-    come near.
+    no trainer here, what it follows; with `version` that one alone. `begins`: whence generations
+    are counted, 0 in the first process of it, in others one that none before has come near.
     """
 
     def __init__(
@@ -80,8 +79,7 @@ class Synchronizer:
         version: int | None = None,
     ):
         self.buffer = buffer
-        self.root = root
-        self.version = version
+        self.root, self.version = root, version
         self.timeout = timeout
         self.resting = False  # engines sleep until the next version is published
         self.handles: dict[str, EngineHandle] = {}

@@ -1,9 +1,8 @@
 """`rft ckpt`: look at checkpoints, check every byte, compare, keep, and convert them.
 
 In: a run's directory or URL. Out: text for a person; exit code 1 when something is damaged or
-differs, 2 for input that names nothing. Nothing here needs the run to be stopped but `import` and
-`gc`, which reads the journal;
-nothing is changed but by tag, untag, gc and import.
+differs, 2 for input that names nothing. Nothing here needs the run to be stopped but `import`, and
+`gc`, which reads the journal; nothing is changed but by tag, untag, gc and import.
 """
 
 import argparse

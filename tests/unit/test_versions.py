@@ -118,7 +118,7 @@ class Ranks:
 
             writer = Writer(
                 begin, self.settings[rank], self.storage, lambda count: None,
-                lambda rank=rank: self.keepers[rank], lose,
+                self.keepers[rank].stream, lose,
             )  # fmt: skip
             data = np.zeros(output.bytes, np.uint8)
             data[: part.nbytes] = part.reshape(-1).view(np.uint8)
