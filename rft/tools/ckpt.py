@@ -82,6 +82,21 @@ def _parser() -> argparse.ArgumentParser:
         "label", nargs="?", default="", help="why"
     )
     add("untag", untag, "leave it to retention again", "CHECKPOINT")
+    for command in (showing, _add_export(add)):
+        command.add_argument(
+            "--version", type=int, help="of a RUN: the weights of this policy version"
+        )
+    going = add("gc", gc, "which versions no stored experience is of, and remove them", "RUN")
+    going.add_argument("--remove", action="store_true", help="not only say so")
+    going.add_argument("--name", default=NAME, help=f"of the buffer; default {NAME}")
+    _add_import(add)
+    return parser
+
+
+Adding = Callable[..., argparse.ArgumentParser]
+
+
+def _add_export(add: Adding) -> argparse.ArgumentParser:
     out = add("export", export, "write it in another format", "CHECKPOINT", "TARGET")
     out.add_argument(
         "--to",
@@ -92,13 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--model", help="Hugging Face directory with config and tokenizer; default: the run's own"
     )
-    for command in (showing, out):
-        command.add_argument(
-            "--version", type=int, help="of a RUN: the weights of this policy version"
-        )
-    going = add("gc", gc, "which versions no stored experience is of, and remove them", "RUN")
-    going.add_argument("--remove", action="store_true", help="not only say so")
-    going.add_argument("--name", default=NAME, help=f"of the buffer; default {NAME}")
+    return out
+
+
+def _add_import(add: Adding) -> None:
     into = add(
         "import",
         import_,
@@ -113,7 +125,6 @@ def _parser() -> argparse.ArgumentParser:
     into.add_argument(
         "--dtype", choices=("fp32", "bf16"), help="trainer.dtype of the run; default: SOURCE's own"
     )
-    return parser
 
 
 # --- ls -------------------------------------------------------------------------------------------
