@@ -21,8 +21,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rft.checkpoint import catalog, commit, restore, sharding
 from rft.checkpoint.link import AGENT, Link
 from rft.checkpoint.records import (
@@ -252,28 +250,20 @@ class CheckpointManager:
             )
 
     def _agree(self, claims: list[Claim]) -> SavePlan:
-        listed = self.ranks.gather(msgspec.to_builtins(claims))
-        chosen = None
-        if listed is not None:
-            everyone = msgspec.convert(listed, list[list[Claim]])
-            positions = sharding.assign(everyone)
-            placed = [
-                sharding.place([everyone[r][p] for p in found]) for r, found in enumerate(positions)
-            ]
-            weights = [[r for r in found if r.key.startswith(sharding.MODEL)] for found in placed]
-            chosen = [positions, sharding.digest(placed), sharding.digest(weights)]
-        positions, whole, weights_only = self.ranks.broadcast(chosen)
+        listed = self.ranks.gather(sharding.encode(claims))
+        positions = self.ranks.broadcast(None if listed is None else sharding.planned(listed))
         mine = sorted(
             positions[self.ranks.rank], key=lambda p: not claims[p].key.startswith(sharding.MODEL)
         )
         regions = sharding.place([claims[p] for p in mine])
-        return SavePlan(
-            mine,
-            regions,
-            whole,
-            [r for r in regions if r.key.startswith(sharding.MODEL)],
-            weights_only,
+        weights = [r for r in regions if r.key.startswith(sharding.MODEL)]
+        parts = self.ranks.gather([sharding.part_digest(part) for part in (regions, weights)])
+        whole, weights_only = self.ranks.broadcast(
+            None
+            if parts is None
+            else [sharding.digest_of(part) for part in zip(*parts, strict=True)]
         )
+        return SavePlan(mine, regions, whole, weights, weights_only)
 
     def save(
         self,
