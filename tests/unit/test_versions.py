@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import Hand, State, load, managed, save, trainer_config
+from states import Hand, State, load, managed, save, trainer_config, until
 
 from rft.buffer.ledger import Ledger
 from rft.buffer.progress import Issued, Stored
@@ -336,6 +336,31 @@ def test_a_full_disk_costs_versions_and_nothing_else(memory_path: Path) -> None:
     assert not [name for name in storage.list(VERSIONS) if ".tmp-" in name]
 
 
+def test_versions_that_no_data_is_of_go(tmp_path: Path) -> None:
+    """Those before the oldest one needed, but for what later ones are made of; two stay anyway."""
+    root, source = tmp_path / "checkpoints", weights()
+    with managed(root, source, config=trainer_config(versions="needed")) as manager:
+        for step, needed, expected in (
+            (1, 0, [1]),
+            (2, 0, [1, 2]),
+            (3, 2, [1, 2, 3]),
+            (4, 4, [1, 2, 3, 4]),  # a full one, to which 3 is the last before
+            (5, 5, [4, 5]),
+            (6, 6, [4, 5, 6]),
+        ):
+            if step == 4:
+                os.kill(manager._link.pid, signal.SIGKILL)
+            manager.needed = needed
+            source.tensors["model/w"][step, ::7] *= 1.01
+            save(manager, step, source, full=False, version=True)
+            until(lambda: kept_steps(root) == expected, f"{expected}: {kept_steps(root)}")  # noqa: B023
+    assert torch.equal(bits(root, "versions/v_00000006"), source.tensors["model/w"])
+
+
+def kept_steps(root: Path) -> list[int | None]:
+    return [catalog.step_of(path) for path in catalog.committed(open_storage(root), VERSIONS)]
+
+
 # --- by hand -------------------------------------------------------------------------------------
 
 
@@ -353,6 +378,8 @@ def stored(directory: Path, versions: list[list[int]]) -> None:
         )
         ledger.append(Issued(group=number, explorer="e", task=b"", cursor={}))
         ledger.append(Stored(group=number, experiences=encode([row]), version=min(sampled)))
+    ledger.append(Issued(group=number + 1, explorer="e", task=b"", cursor={}, version=9))
+    assert ledger.progress.oldest_version() == min(map(min, versions))
     ledger.journal.close()
 
 
