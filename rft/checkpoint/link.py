@@ -28,6 +28,7 @@ from rft.checkpoint.records import (
     Export,
     Exported,
     Freed,
+    NotKept,
     Ready,
     Report,
     SaveFailed,
@@ -237,13 +238,13 @@ class Link:
                 for start in gone:
                     del save.windows[start]
             elif isinstance(report, SaveFailed) or (
-                isinstance(report, Committed) and not self._is_open(save, report)
+                isinstance(report, Committed | NotKept) and not self._is_open(save, report)
             ):
                 del self._saves[report.id]
             return not (save.failed and isinstance(report, SaveFailed))
 
     @staticmethod
-    def _is_open(save: TrackedSave, report: Committed) -> bool:
+    def _is_open(save: TrackedSave, report: Committed | NotKept) -> bool:
         """Are outputs of this save besides the reported one still to be committed?"""
         save.begin.outputs[:] = [o for o in save.begin.outputs if o.collection != report.collection]
         return bool(save.begin.outputs)

@@ -266,7 +266,7 @@ def weights() -> State:
 def bits(root: Path, path: str) -> torch.Tensor:
     with Checkpoint(open_storage(root), path) as saved:
         saved.verify()
-        assert list(saved.tensors) == ["model/w"]
+        assert all(key.startswith("model/") for key in saved.tensors)
         return torch.from_numpy(saved.whole("model/w").view("i2")).view(torch.bfloat16)
 
 
@@ -307,15 +307,22 @@ def test_an_agent_that_died_begins_with_a_full_version(tmp_path: Path) -> None:
     assert torch.equal(bits(root, paths[-1]), source.tensors["model/w"])
 
 
-def test_a_full_disk_costs_versions_and_nothing_else(memory_path: Path) -> None:
+@pytest.mark.parametrize("slots", [None, 0.0085], ids=["one-window", "windows"])
+def test_a_full_disk_costs_versions_and_nothing_else(
+    memory_path: Path, slots: float | None
+) -> None:
     """Versions leave room for a checkpoint, and begin again, in full, when there is some."""
     root, source = memory_path / "checkpoints", weights()
-    hand, config = Hand(memory_path / "hand"), trainer_config(versions="all")
+    hand = Hand(memory_path / "hand")
+    if slots:  # of one window each
+        source.tensors |= {f"model/{i}": torch.zeros(2**20, dtype=torch.float32) for i in (1, 2)}
+    config = trainer_config(versions="all", host_memory_gb=slots)
     heard: list[Report] = []
     with managed(root, source, config=config, agent=hand.command) as manager:
         save(manager, 1, source, version=True)
         manager.hear = heard.append
-        hand.set("free", 300 * 64 * 7)  # more than the checkpoint takes, and less than both
+        # more than a checkpoint takes, and less than it and a version
+        hand.set("free", sharding.extent(manager._plan.regions) + 1000)
         for step in (2, 3):
             source.fill(step)
             save(manager, step, source, version=True)
@@ -323,6 +330,7 @@ def test_a_full_disk_costs_versions_and_nothing_else(memory_path: Path) -> None:
         hand.clear("free")
         save(manager, 4, source, version=True)
         metrics = manager.metrics()
+        assert not manager._link._saves, "what was given up is not told to a later agent"
     hand.close()
     storage = open_storage(root)
     assert [catalog.step_of(path) for path in catalog.committed(storage)] == [1, 2, 3, 4]
