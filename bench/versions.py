@@ -122,9 +122,9 @@ class Checked:
         """A full version and the patches behind it."""
         full = entries[0]
         self._read(full, published)  # into the page cache
-        for links, entry in enumerate(entries):
-            before = self._read(full, published)
-            found = self._read(entry, published)
+        after = self._read(full, published)
+        for links, entry in enumerate(entries[1:], 1):
+            before, found = after, self._read(entry, published)
             after = self._read(full, published)
             self.ratios.setdefault(links, []).append(2 * found / (before + after))
 
@@ -159,6 +159,7 @@ def measure(rate: float, steps: int, directory: Path) -> dict[str, Any]:
         call.append(time.perf_counter() - began)
         manager.before_update()
         copies.append(manager.metrics()["checkpoint/copy_s"])
+        changed[step + 1] = training.step()
         manager.wait(step)  # a step of this model takes seconds where its gradients are computed
         entries = list_entries(storage, VERSIONS)
         size["full" if entries[-1].base is None else "patch"] += entries[-1].bytes
@@ -170,7 +171,6 @@ def measure(rate: float, steps: int, directory: Path) -> dict[str, Any]:
                 checked.chain(chain, published)
             for entry in reversed(ended):
                 storage.remove(entry.path)
-        changed[step + 1] = training.step()
     status = manager.metrics()
     manager.close(60.0)
     elements, kept = len(training.weights), sum(changed[s] for s in range(1, steps + 1))
