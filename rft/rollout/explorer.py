@@ -111,15 +111,18 @@ class Explorer:
         make_pipeline: Callable[[], Pipeline] | None = None,
         counts_experiences: bool = False,
         max_read_timeout: float = 1800.0,
+        quick_rewards: bool = False,
     ):
         """`counts_experiences`: they fill a step, not groups, so that none may have more than its
         workflow says. `max_read_timeout`: the buffer's own, for what may take long there.
+        `quick_rewards`: no task is foreseen whose reward needs a process.
         """
         self.config = config
         self.counts_experiences = counts_experiences
         self.taskset = taskset
         self.eval_tasksets = eval_tasksets
         self.buffer = buffer
+        self.quick_rewards = quick_rewards
         self.patience_s = max_read_timeout + READ_MARGIN_S
         self.synchronizer = synchronizer  # says which engines there are, unless `engines` does
         self.api = api  # where agents reach the engines as OpenAI's API
@@ -153,12 +156,12 @@ class Explorer:
         self.phase = "starting"
 
     async def prepare(self) -> dict[str, Any]:
-        """Load the tokenizer, start the reward workers, and
+        """Load the tokenizer, start the reward workers where they are foreseen to be needed, and
         follow the engines that are admitted.
 
         One in the place of an explorer that died while it was exploring goes on with that.
         """
-        await self.shared.load()
+        await self.shared.load(self.quick_rewards)
         if self.api is not None:
             shared, model = self.shared, self.shared.model
             opened = await self.api.start(
