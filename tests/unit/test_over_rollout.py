@@ -113,6 +113,38 @@ def groups(batch: list[tuple[int, int]]) -> list[int]:
     return sorted({group for group, _ in batch})
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_while_a_step_waits_for_its_slowest_all_tasks_run_that_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    begun: dict[int, float] = {}
+
+    async def noted(task: Task, context: Any) -> list[Experience]:
+        begun[task.row] = asyncio.get_running_loop().time()
+        return await slow_second(task, context)
+
+    monkeypatch.setattr(workflows, "run", noted)
+    may = (staleness + 1) * TASKS
+
+    async def scenario() -> None:
+        buffer = buffer_in(tmp_path, OverRolloutConfig(), staleness)
+        await buffer.attach_trainer(0, 0)
+        exploring = explorer(buffer, OverRolloutConfig())
+        exploring.runners.each = exploring.runners.size = TASKS  # the slow ones keep theirs
+        await exploring.explore()
+        taking = asyncio.ensure_future(buffer.take(0))
+        await asyncio.sleep(60)
+        assert sorted(begun) == list(range(may)) and max(begun.values()) < 10
+        assert len(exploring.groups) == staleness + 1
+        assert not taking.done()
+        await taking  # an hour later
+        assert asyncio.get_running_loop().time() < 3700 and len(begun) == may
+        await exploring.shutdown()
+        await buffer.shutdown()
+
+    run(scenario())
+
+
 def test_a_step_waits_for_its_minimum_then_so_long_and_cuts_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
