@@ -176,11 +176,18 @@ class Checkpoints(Protocol):
     """
 
     requested: int | None
+    needed: int  # the oldest version that data which may be trained is of
 
     @property
     def newest(self) -> int | None: ...
     def save(
-        self, step: int, models: Any, loop: dict[str, Any], full: bool = True, weights: bool = False
+        self,
+        step: int,
+        models: Any,
+        loop: dict[str, Any],
+        full: bool = True,
+        weights: bool = False,
+        version: bool = False,
     ) -> bool: ...
     def poll(self) -> list[Any]: ...
     def before_update(self) -> float: ...

@@ -139,7 +139,7 @@ def disk(config: Config, wanted: MemoryPlan) -> Finding:
     kept = min(saves, most or saves) + 1  # and the one being written
     exports = {"never": 0, "last": 1, "always": saves}[trainer.save_hf_checkpoint]
     needed = exports * wanted.export
-    needed += 0 if trainer.checkpoint.storage else kept * wanted.checkpoint
+    needed += 0 if trainer.checkpoint.storage else kept * wanted.checkpoint + wanted.kept
     batch = batch_bytes(config)
     needed += kept * (trainer.save_interval or 0) * batch
     free = shutil.disk_usage(nearest_there(configs.job_dir(config))).free
@@ -153,6 +153,8 @@ def disk(config: Config, wanted: MemoryPlan) -> Finding:
         f"{gigabytes(batch)} of experiences for each step since the oldest; "
         f"{gigabytes(free)} free"
     )
+    if wanted.kept:
+        said += f"; versions of at most {gigabytes(wanted.kept)} as long as there is room"
     return checked("disk", said, needed <= FULL * free, fix)
 
 
