@@ -161,7 +161,7 @@ class TrainerMesh(Collective, Protocol):
     @property
     def is_last_stage(self) -> bool: ...
     def scatter_parts(self, parts: list[list[Any]] | None) -> list[Any]:
-        """Of rank 0's microbatches per data-parallel index those of this rank."""
+        """Of rank 0's stacked microbatches per data-parallel index those of this rank, packed."""
 
     def reduce(self, sums: "torch.Tensor", maxima: "torch.Tensor") -> None:
         """Over all ranks that hold different tokens, in place."""
