@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,17 @@ def test_spans_of_a_process_come_out_in_order_with_their_arguments(recording: Pa
     assert spans["train"][2] == {"step": 3} and spans["train"][3] and spans["inner"][3]
     assert spans["train"][0] <= spans["inner"][0] <= spans["inner"][1] <= spans["train"][1]
     assert ("i", "version 4") in names(recording)
+
+
+def test_a_span_tells_what_its_thread_computed(recording: Path) -> None:
+    trace.start("rank_0")
+    with trace.span("train"):
+        began = time.thread_time()
+        while time.thread_time() < began + 0.02:
+            pass
+    (track,) = timeline.load(recording)
+    ((begun, ended),) = track.pairs()
+    assert ended is not None and ended["tts"] - begun["tts"] >= 20_000
 
 
 def test_the_file_of_a_process_opens_in_a_viewer_although_its_array_is_open(
