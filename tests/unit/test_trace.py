@@ -12,10 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rft.monitor import left_out, trace
+from rft.sync.decoding_time import DecodingTime
 from rft.tools import timeline
 
 KILLED = """
@@ -240,3 +243,31 @@ def test_a_directory_without_a_run_is_refused(
     (tmp_path / "logs" / "attempt_1").mkdir(parents=True)
     assert timeline.main([str(tmp_path)]) == 2
     assert "monitor.trace=false" in capsys.readouterr().err
+
+
+class Burns(torch.nn.Module):
+    """Computes for `seconds` of its thread, with what is inside it."""
+
+    def __init__(self, seconds: float, inner: torch.nn.Module | None = None):
+        super().__init__()
+        self.seconds, self.logits_processor = seconds, inner
+
+    def forward(self) -> None:
+        began = time.thread_time()
+        if self.logits_processor is not None:
+            self.logits_processor()
+        while time.thread_time() < began + self.seconds:
+            pass
+
+
+def test_an_engine_counts_what_its_model_and_its_sampler_compute(recording: Path) -> None:
+    """A part of the model that is called from within it counts once, called alone for itself."""
+    trace.start("engine_0_worker_0")
+    head = Burns(0.02)
+    model, sampler = Burns(0.05, head), Burns(0.01)
+    counts = DecodingTime(SimpleNamespace(get_model=lambda: model, sampler=sampler))
+    model(), sampler(), head()
+    assert 0.07 <= counts.seconds["model"] < 0.09 and counts.seconds["sampler"] >= 0.01
+    (track,) = timeline.load(recording)
+    told = {e["name"]: e["args"][e["name"]] for e in track.events if e["ph"] == "C"}
+    assert set(told) == {"model", "sampler"} and told["model"] == pytest.approx(0.05, abs=0.02)
