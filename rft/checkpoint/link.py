@@ -35,6 +35,7 @@ from rft.checkpoint.records import (
     Window,
 )
 from rft.checkpoint.wire import Outbox, Wire
+from rft.ground.process import NamedThread
 
 log = logging.getLogger(__name__)
 AGENT = (sys.executable, "-m", "rft.checkpoint.agent")
@@ -97,7 +98,7 @@ class Link:
         self._ended = threading.Event()
         with self._lock:
             self._adopt(*self._start())
-        threading.Thread(target=self._watchdog, name="checkpoint-watchdog", daemon=True).start()
+        NamedThread(target=self._watchdog, name="checkpoint-watchdog", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -195,7 +196,7 @@ class Link:
         self.state, self._is_killed = "starting", False
         self._quiet_s = self._stalled_for_s = 0.0
         self._outbox.send(self.settings)
-        threading.Thread(
+        NamedThread(
             target=self._listen,
             args=(wire, process, self._outbox),
             name="checkpoint-reports",

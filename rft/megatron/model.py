@@ -37,6 +37,7 @@ from rft.megatron.attention import (
     Packing,
     plan,
 )
+from rft.megatron.elementwise import gated, root_mean_square
 from rft.megatron.kernels import WGRAD, fused, uses_transformer_engine
 from rft.megatron.lora_layers import add_adapters
 from rft.megatron.mesh import Mesh
@@ -57,10 +58,17 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        normed = nn.functional.rms_norm(x.float(), (x.shape[-1],), None, self.eps)
-        return self.weight * normed.to(x.dtype)
+        return root_mean_square(x, self.weight, self.eps)
+
+
+class Gated(nn.Module):
+    """The activation of a gated MLP, where megatron asks its specification for one."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+
+    def forward(self, both: Tensor) -> Tensor:
+        return gated(both)
 
 
 class Rotary(nn.Module):
@@ -198,6 +206,8 @@ def transformer_config(
     )
     if uses_transformer_engine(mesh.device):
         fields |= fused(experts=bool(dims.experts))
+    elif not dims.experts and not more.get("bias_activation_fusion"):
+        fields["use_te_activation_func"] = True  # that of the specification: `Gated`
     # never here: see `kernels.fuse_weight_gradients`
     return TransformerConfig(**(fields | more | {WGRAD: False}))
 
@@ -244,6 +254,8 @@ def layer_spec(
         normalization="RMSNorm",
     )
     parts = layer.submodules
+    if config.use_te_activation_func:
+        parts.mlp.submodules.activation_func = Gated
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
