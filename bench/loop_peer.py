@@ -9,6 +9,7 @@ import json
 import os
 import select
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ PRECISE = ("mixed", "fp32")
 SCRIPT = Path(__file__).with_name("loop_trl.py")
 SIZES, FIRST_SIZE = (16, 64, 128), 32  # rows of a microbatch
 SETTINGS = tuple((threads, weights) for threads in (1, 2) for weights in ("mixed", "fp32", "bf16"))
+TRY_TOKENS = 64  # of a response, at most: in longer ones no setting gains on another
 PATIENCE = 2.0  # a setting whose first step takes so many times the best is given up
 ANSWER_S = 1800.0
 
@@ -71,6 +73,7 @@ class Trl:
         """Try threads and weights, then sizes with the quickest of these, `steps` of each; the last
         one counts, and a step of the first setting warms the process up. Tells of every trial.
         """
+        sizes = replace(sizes, tokens=min(sizes.tokens, TRY_TOKENS))
         said: list[str] = []
         found: list[tuple[float, dict[str, Any]]] = []
         firsts = [{"threads": t, "weights": w, "size": FIRST_SIZE} for t, w in SETTINGS]

@@ -38,6 +38,7 @@ TASKS_FILE = Path(__file__).with_name("loop_tasks.py")
 ASYNC, EVEN, ROLLOUT, TOGETHER = "async", "even", "rollouts alone", "halves together"
 MODES = {ASYNC: "both", EVEN: "both", ROLLOUT: "explore"}
 TASKS, REPEATS = 16, 8  # of one step
+TEMPLATE = 16  # tokens, at most, of a sum and of the chat template around a prompt
 SAVE_EVERY, EVALUATE_EVERY, EVALUATED = 4, 6, 64  # steps, steps, tasks: of `even`
 RANK_CORE, OTHER_CORE = 0, 1
 EVENT_S = 300.0  # a start on a busy machine takes a minute; no step takes that long
@@ -200,7 +201,7 @@ def overrides(root: Path, name: str, mode: str, sizes: Sizes, pipe: Path, gate: 
         "monitor=none",
         "monitor.num_samples=0",
         f"model.model_path={root / 'model'}",
-        f"model.max_prompt_tokens={max(sizes.prompt, 16)}",
+        f"model.max_prompt_tokens={sizes.prompt + TEMPLATE}",
         f"model.max_response_tokens={sizes.tokens}",
         f"model.min_response_tokens={sizes.tokens - 1}",
         f"algorithm.repeat_times={REPEATS}",
