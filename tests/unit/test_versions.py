@@ -2,6 +2,7 @@
 what is kept is read bit by bit as it was, and nothing else of a save suffers.
 """
 
+import asyncio
 import errno
 import os
 import signal
@@ -36,6 +37,8 @@ from rft.checkpoint.storage import VERSIONS, Disk, LocalStorage, open_storage
 from rft.checkpoint.versions import VersionKeeper
 from rft.checkpoint.writer import Writer
 from rft.ground.experience import Experience, VersionSpan, encode
+from rft.sync.readers import file_tensors
+from rft.sync.stored_versions import Saved, SavedVersions, find
 from rft.tools import ckpt
 
 WIDTHS = {"bfloat16": 2, "float32": 4, "uint8": 1}
@@ -423,3 +426,30 @@ def test_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ckpt.main(["verify", str(tmp_path)]) == 1
     assert capsys.readouterr().out.count("DAMAGED") == 3, "it, and what is made of it"
     assert catalog.weights_of(open_storage(root), 6) == "versions/v_00000006"
+
+
+def test_a_version_is_found_by_its_number_wherever_its_weights_are(tmp_path: Path) -> None:
+    """As serving and evaluating do: a patch, then what only engines' saves or checkpoints hold."""
+    root, source = tmp_path / "checkpoints", weights()
+    with managed(root, source, config=trainer_config(versions="all")) as manager:
+        for step in (1, 2, 3):
+            source.tensors["model/w"][step] *= 1.01
+            save(manager, step, source, full=step == 3, weights=True, version=step < 3)
+            if step == 2:
+                expected = source.tensors["model/w"].clone()
+    (tensors,) = (dict(file_tensors(f"{root}/{one.path}")) for one in find(str(root), 2))
+    assert list(tensors) == ["w"] and torch.equal(tensors["w"], expected)
+    assert [one.path for one in find(str(root), 1)] == ["versions/v_00000001"]
+    assert [one.path for one in find(str(root), 3)] == ["weights/v_00000003"]
+    open_storage(root).remove("weights/v_00000003")
+    assert [one.path for one in find(str(root), 3)] == ["step_00000003"]
+
+    published: list[Saved] = []
+
+    async def publish(saved: Saved) -> None:
+        published.append(saved)
+
+    assert asyncio.run(SavedVersions(str(root), publish, 1.0, version=2).first()) == 2
+    assert [one.path for one in published] == ["versions/v_00000002"]
+    with pytest.raises(RuntimeError, match="has no weights of version 9"):
+        asyncio.run(SavedVersions(str(root), publish, 1.0, version=9).first())
