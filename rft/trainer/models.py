@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from rft.algorithm import pairs, recipe, token_credit
+from rft.algorithm import outliers, pairs, recipe, token_credit
 from rft.algorithm.losses import clipped_value
 from rft.algorithm.ratios import Coefficient
 from rft.config import AlgorithmConfig
@@ -139,11 +139,22 @@ class Models:
     def score(
         self, part: list[Packed], groups: Sequence[int] = ()
     ) -> tuple[list[Packed], dict[str, float]]:
-        """`part` with what the models say of it before the step, and with advantages where they
-        need that.
+        """`part` with what the models say of it before the step, with advantages where they need
+        that, and with the tokens that the step leaves out.
 
         `groups`: of every row of the step.
         """
+        part, metrics = self._credited(part, groups)
+        correction = self.algorithm.rollout_correction
+        if correction.rollout_rs != outliers.MASK:
+            return part, metrics
+        budget = recipe.outlier_budget(correction)
+        part, more = outliers.judged(part, budget, self._counts, self._summed)
+        return part, metrics | more
+
+    def _credited(
+        self, part: list[Packed], groups: Sequence[int]
+    ) -> tuple[list[Packed], dict[str, float]]:
         if recipe.needs_entropy(self.algorithm):
             logprobs, entropies = self.policy.uncertainty(part)
             part = self._scored(self._scored(part, "proximal", logprobs), "entropy", entropies)
