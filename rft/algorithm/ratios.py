@@ -85,11 +85,13 @@ def mismatch(log_ratio: "Tensor") -> dict[str, "Tensor"]:
 
     `kl/mismatch` is the k3 estimate of KL(engine || trainer), r - 1 - log r (Schulman 2020). At
     max_staleness=0 in fp32 all of this is arithmetic noise (below 1e-4); with staleness it includes
-    the policy's own movement.
+    the policy's own movement. `drift/token_mult_prob_error` is NeMo-RL's: the mean of exp |log r|
+    (docs/guides/grpo.md there), 1 where both agree.
     """
     ratio = log_ratio.exp()
     gap = log_ratio.abs()
     return {
+        "drift/token_mult_prob_error": gap.exp(),
         "kl/mismatch": ratio - 1 - log_ratio,
         "logprob_diff/mean": gap,
         "logprob_diff/max:max": gap,

@@ -33,6 +33,7 @@ from rft.sync.style import Cadence
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 from rft.trainer import control
 from rft.trainer.feed import BatchSource, Feed, is_supervised
+from rft.trainer.gates import Gates
 from rft.trainer.models import Models
 from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter
 from rft.trainer.saving import save_times
@@ -75,7 +76,8 @@ def assemble(
         backend.job / "failed_batches", config.trainer.max_skipped_steps, lead, mesh.barrier
     )
     with trace.span("resume"):
-        step, losses = resume(checkpoints, models, feed, skips, epoch)
+        gates = gates_of(config)
+        step, losses = resume(checkpoints, models, feed, skips, epoch, gates, mesh)
     checkpoints.start(models)
     control.await_engines(explorer, hold=True)
     publisher.connect()
@@ -107,8 +109,15 @@ def assemble(
         stopping=stopping,
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
         recent_losses=losses,
+        gates=gates,
     )
     return Assembled(trainer, step, reporter)
+
+
+def gates_of(config: Config) -> Gates:
+    dtypes = {config.trainer.dtype, config.explorer.rollout_model.dtype}
+    stop = config.trainer.on_drift == "stop"
+    return Gates(config.trainer.drift, stop, is_fp32=dtypes == {"fp32"})
 
 
 def speculation_check(
@@ -207,12 +216,21 @@ def phase_file(log_dir: Path, number: int) -> Callable[[str], None]:
 
 
 def resume(
-    checkpoints: "Saves", models: Models, feed: Feed, skips: SkippedSteps, epoch: int
+    checkpoints: "Saves",
+    models: Models,
+    feed: Feed,
+    skips: SkippedSteps,
+    epoch: int,
+    gates: Gates,
+    mesh: TrainerMesh,
 ) -> tuple[int, deque[float]]:
-    """Restore the newest good checkpoint on every rank and tell the buffer; returns the policy
-    version and the losses of the steps before it.
+    """Restore the newest good checkpoint on every rank, compare with what was saved and tell the
+    buffer; returns the policy version and the losses of the steps before it. Raises Drifted.
     """
     loop = checkpoints.load(models) or {"step": 0}
+    gates.resumed(loop.get("vitals"), mesh.gather(models.vitals()))
+    gates.tripped = mesh.broadcast(gates.tripped)
+    gates.refuse()
     step = int(loop["step"])
     skips.restore(loop.get("skips", [0, 0]))
     if isinstance(feed.source, control.QueueSource):

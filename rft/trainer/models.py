@@ -16,7 +16,7 @@ before each update); nothing per token leaves the rank that computed it: only su
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -41,7 +41,7 @@ EVERY_STEP = ("loss", "num_tokens", "grad_norm", "lr", "skipped")
 
 
 # of these also the first and the last update's: in the first no policy has moved
-MOVED = ("clip_frac", "kl/old")
+MOVED = ("clip_frac", "kl/old", "drift/token_mult_prob_error")
 SUMMED = ("num_tokens",)
 
 
@@ -254,6 +254,12 @@ class Models:
         self.kl.restore(small)
         if self.critic is not None:
             self.critic.restore(small)
+
+    def vitals(self) -> dict[str, Any]:
+        """What a resume must find again of this rank: see `rft.trainer.gates`."""
+        found = self.policy.vitals()
+        beside = {} if self.critic is None else self.critic.vitals()
+        return found | {f"critic {k}": v for k, v in beside.items() if k != "layout"}
 
     def give_back(self) -> None:
         """What no model needs of its device until the next step."""
