@@ -77,7 +77,9 @@ def assemble(
     )
     with trace.span("resume"):
         gates = gates_of(config)
-        step, losses = resume(checkpoints, models, feed, skips, epoch, gates, mesh)
+        step, losses = resume(
+            checkpoints, models, feed, skips, epoch, partial(compare, gates, mesh, models)
+        )
     checkpoints.start(models)
     control.await_engines(explorer, hold=True)
     publisher.connect()
@@ -221,22 +223,28 @@ def resume(
     feed: Feed,
     skips: SkippedSteps,
     epoch: int,
-    gates: Gates,
-    mesh: TrainerMesh,
+    compared: Callable[[dict[str, Any]], None] = unheard,
 ) -> tuple[int, deque[float]]:
-    """Restore the newest good checkpoint on every rank, compare with what was saved and tell the
-    buffer; returns the policy version and the losses of the steps before it. Raises Drifted.
+    """Restore the newest good checkpoint on every rank and tell the buffer; returns the policy
+    version and the losses of the steps before it. `compared`: with the loop state that was saved.
     """
     loop = checkpoints.load(models) or {"step": 0}
-    gates.resumed(loop.get("vitals"), mesh.gather(models.vitals()))
-    gates.tripped = mesh.broadcast(gates.tripped)
-    gates.refuse()
+    compared(loop)
     step = int(loop["step"])
     skips.restore(loop.get("skips", [0, 0]))
     if isinstance(feed.source, control.QueueSource):
         feed.source.attach(step, epoch)
     losses = [loss for loss in loop.get("recent_losses", []) if loss is not None]
     return step, deque(losses, maxlen=LOSS_WINDOW)
+
+
+def compare(gates: Gates, mesh: TrainerMesh, models: Models, loop: dict[str, Any]) -> None:
+    """What every rank holds after reading a checkpoint with what the save saw. Collective; raises
+    Drifted on every rank.
+    """
+    gates.resumed(loop.get("vitals"), mesh.gather(models.vitals()))
+    gates.tripped = mesh.broadcast(gates.tripped)
+    gates.refuse()
 
 
 # --- where batches come from ---------------------------------------------------------------------
