@@ -139,6 +139,15 @@ class Learner(Network):
             {"step": self.step, "updates": self.optimizer.updates, "adapter": self._adapter}
         )
 
+    def vitals(self) -> dict[str, Any]:
+        """Counters and a digest of the weights of this rank, taken from the model itself."""
+        return {
+            "layout": [self.mesh.layout(), str(self.dtype)],
+            "step": self.step,
+            "updates": self.optimizer.updates,
+            "weights": state.digest(self._shards, self.model),
+        }
+
     @property
     def _adapter(self) -> list[float] | None:
         """What a checkpoint's adapter tensors do not say by their shapes alone."""

@@ -90,6 +90,7 @@ PARTS = {
         more=(*PAGES, "mkdocs.yml"),
     ),
     "mutants": full("mutants"),
+    "drill": full("silent_faults"),
     "install": tests("verify/test_installed.py", "verify/test_init_runs.py", more=PACKAGE),
     "release": tests("verify/test_release.py", more=(*PACKAGE, "README.md")),
     "cluster": full("slurm", "ray_launch", "torchrun_nodes", "kubernetes"),
@@ -105,6 +106,7 @@ PARTS = {
     "bench-chaos": benches("chaos"),
     "bench-prefix-64": benches("prefix"),
     "bench-prefix-256": Part([["-m", "bench.prefix", "--only", "768", "256, 8", "agent"]]),
+    "bench-staleness": benches("staleness"),
     "bench-first-step": Part([["-m", "bench.first_step"]], (*PACKAGE, "README.md")),
     "bench-scale": Part([["-m", "bench.scale", "--sync", "--quick"]]),
 }
