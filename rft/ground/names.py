@@ -13,13 +13,15 @@ tensor-parallel rank. Experts are cut by their own tensor parallelism, and sprea
 expert parallelism: expert x is number x - e*E/P of rank e of P.
 """
 
-import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from rft.ground.errors import ConfigError
+from rft.ground.families import SUPPORTED as SUPPORTED
+from rft.ground.families import architecture_of as architecture_of
+from rft.ground.families import num_experts
+from rft.ground.families import read_hf_config as read_hf_config
+from rft.ground.families import rope_of as rope_of
 
 Kind = Literal["qkv", "gate_up", "column", "row", "vocab", "replicated"]
 # bytes of an element, by the name that torch and Hugging Face give its type
@@ -346,92 +348,3 @@ def applies(rule: WeightRule, features: frozenset[str], tied: bool) -> bool:
     if ".mlp." in name:
         return ("experts" in features) == (".mlp.experts." in name or ".mlp.router." in name)
     return "qk_norm" in features or not name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
-
-
-SUPPORTED: dict[str, frozenset[str]] = {
-    "LlamaForCausalLM": frozenset(),
-    "Qwen2ForCausalLM": frozenset({"qkv_bias"}),
-    "Qwen3ForCausalLM": frozenset({"qk_norm"}),
-    "Qwen3MoeForCausalLM": frozenset({"qk_norm", "experts"}),
-}
-ROPE_TYPES = ("default", "linear", "llama3")
-
-
-def architecture_of(hf: dict[str, Any]) -> str:
-    """The one supported name in `architectures`; raises ConfigError for any other model."""
-    name = (hf.get("architectures") or ["<none>"])[0]
-    if name not in SUPPORTED:
-        raise ConfigError(
-            f"model.model_path: architecture {name} is not supported; use one of "
-            f"{', '.join(sorted(SUPPORTED))}"
-        )
-    return name
-
-
-def num_experts(hf: dict[str, Any]) -> int:
-    """Of every layer; 0 where MLPs are dense. transformers 5 writes
-    it under another name than version 4.
-    """
-    return int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
-
-
-def read_hf_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a model directory, checked to be a model that rft can train."""
-    file = Path(path) / "config.json"
-    try:
-        hf = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"model.model_path={path}: cannot read config.json ({error.strerror}); "
-            "give the directory of a Hugging Face checkpoint"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(
-            f"model.model_path={path}: config.json does not parse: {error}"
-        ) from error
-    architecture_of(hf)
-    _check_features(hf)
-    return hf
-
-
-def rope_of(hf: dict[str, Any]) -> dict[str, Any]:
-    """`rope_theta`, `rope_type` and the type's own numbers: transformers 5 nests them, version 4
-    spread them.
-    """
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
-    return rope
-
-
-def _check_features(hf: dict[str, Any]) -> None:
-    rope = rope_of(hf)
-    if rope["rope_type"] not in ROPE_TYPES:
-        raise ConfigError(
-            f"model.model_path: rope_type {rope['rope_type']} is not supported (known: "
-            f"{', '.join(ROPE_TYPES)}); use another model"
-        )
-    layer_types = set(hf.get("layer_types") or []) - {"full_attention"}
-    sliding = bool(hf.get("use_sliding_window")) or bool(layer_types)
-    refused = {
-        "partial_rotary_factor other than 1": float(
-            rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-        )
-        != 1.0,
-        "sliding-window attention": sliding,
-        "mlp_bias": bool(hf.get("mlp_bias")),
-        "attention_bias": bool(hf.get("attention_bias"))
-        and architecture_of(hf) != "Qwen2ForCausalLM",
-        "quantization_config": bool(hf.get("quantization_config")),
-        "norm_topk_prob with one expert per token": bool(hf.get("norm_topk_prob"))
-        and hf.get("num_experts_per_tok") == 1,
-        "dense layers among those of experts": bool(hf.get("mlp_only_layers"))
-        or int(hf.get("decoder_sparse_step") or 1) != 1,
-        f"hidden_act={hf.get('hidden_act')}": hf.get("hidden_act", "silu") != "silu",
-    }
-    unsupported = [name for name, present in refused.items() if present]
-    if unsupported:
-        raise ConfigError(
-            f"model.model_path: config.json asks for {', '.join(unsupported)}, which rft does not "
-            "implement"
-        )

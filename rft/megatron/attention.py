@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from rft.data.packing import cp_positions
@@ -40,6 +41,8 @@ class PaddedBatch:
     # bool [b, 1, Lq, Lk], or what is added to the scores; None: plain causal
     mask: Tensor | None
     shape: tuple[int, int, int]  # b, Lq, Lk
+    # the same for layers that see a window of the last tokens; None: it is no narrower than these
+    windowed: Tensor | None = None
 
 
 @dataclass
@@ -68,8 +71,12 @@ class KernelPacking:
     keys: Tensor | None
 
 
-def plan(computed: Computed, cp_rank: int, cp: int, device: torch.device) -> dict[str, Any]:
-    """`batches` and `gather` of a `Packing` for the tokens that this rank computes."""
+def plan(
+    computed: Computed, cp_rank: int, cp: int, device: torch.device, window: int | None = None
+) -> dict[str, Any]:
+    """`batches` and `gather` of a `Packing` for the tokens that this rank computes. `window`: how
+    many tokens a query sees in layers that have one, itself included.
+    """
     bounds = computed.bounds
     starts, sizes = bounds[:-1].astype(np.int64), np.diff(bounds).astype(np.int64)
     reach = np.diff(computed.key_bounds).astype(np.int64)
@@ -83,20 +90,26 @@ def plan(computed: Computed, cp_rank: int, cp: int, device: torch.device) -> dic
         queries = np.where(used, starts[chosen, None] + slots, starts[chosen, None])
         gather[queries[used]] = done + np.flatnonzero(used)
         done += used.size
-        keys, mask = queries, None
+        keys, mask, windowed = queries, None, None
+        narrow = window is not None and int(reach[chosen].max()) * cp > window
         if cp > 1:
-            keys, allowed = _cp_keys(queries, used, sizes[chosen], computed.length, cp_rank, cp)
-            mask = torch.from_numpy(allowed[:, None]).to(device)
+            keys, apart = _cp_keys(queries, used, sizes[chosen], computed.length, cp_rank, cp)
+            mask = _allowed(apart >= 0, used, device)
+            windowed = _allowed((apart >= 0) & (apart < window), used, device) if narrow else None
         elif computed.source is not None:
             keys = _path_keys(computed.source, computed.key_bounds[chosen], reach[chosen])
             if (sizes[chosen] < reach[chosen]).any():
                 mask = _behind(reach[chosen] - sizes[chosen], width, keys.shape[1], device)
+        if narrow and cp == 1:
+            before = reach[chosen] - sizes[chosen]
+            windowed = _behind(before, width, keys.shape[1], device, window)
         batches.append(
             PaddedBatch(
                 queries=torch.from_numpy(queries.reshape(-1)).to(device),
                 keys=torch.from_numpy(keys.reshape(-1)).to(device),
                 mask=mask,
                 shape=(len(chosen), width, keys.shape[1]),
+                windowed=windowed,
             )
         )
     gather[gather < 0] = done
@@ -122,13 +135,17 @@ def _path_keys(source: np.ndarray, starts: np.ndarray, reach: np.ndarray) -> np.
     return found
 
 
-def _behind(before: np.ndarray, rows: int, columns: int, device: torch.device) -> Tensor:
+def _behind(
+    before: np.ndarray, rows: int, columns: int, device: torch.device, window: int | None = None
+) -> Tensor:
     """What is added to the scores [b, 1, rows, columns] of queries that come behind `before` keys:
-    0, or -inf for keys behind the query's own.
+    0, or -inf for keys behind the query's own, and for those that its window has left.
     """
     keys = torch.arange(columns, device=device)
     last = torch.from_numpy(before).to(device)[:, None] + torch.arange(rows, device=device)
     hidden = keys > last[..., None]
+    if window is not None:  # slots without a token see the last keys, or their softmax were NaN
+        hidden |= keys <= last.clamp(max=columns - 1)[..., None] - window
     mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
     return mask[:, None]
 
@@ -136,11 +153,10 @@ def _behind(before: np.ndarray, rows: int, columns: int, device: torch.device) -
 def _cp_keys(
     queries: np.ndarray, used: np.ndarray, sizes: np.ndarray, length: int, cp_rank: int, cp: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys of all ranks side by side [b, cp * Lq] and which of them each query may see [b, Lq, cp *
-    Lq].
+    """Keys of all ranks side by side [b, cp * Lq] and how far before each query they stand [b, Lq,
+    cp * Lq], below 0 for those that come later or are padding.
 
-    Gathered token j of rank r stands at r * length + j. A query without a token sees key 0, or its
-    softmax would be NaN.
+    Gathered token j of rank r stands at r * length + j.
     """
     width = queries.shape[1]
     positions = np.zeros((cp, len(sizes), width), dtype=np.int64)
@@ -151,9 +167,13 @@ def _cp_keys(
     key_positions = np.concatenate(
         [np.where(used, positions[rank], 1 << 40) for rank in range(cp)], axis=1
     )
-    mask = key_positions[:, None, :] <= positions[cp_rank][:, :, None]
+    return keys, positions[cp_rank][:, :, None] - key_positions[:, None, :]
+
+
+def _allowed(mask: np.ndarray, used: np.ndarray, device: torch.device) -> Tensor:
+    """A query without a token sees key 0, or its softmax would be NaN."""
     mask[:, :, 0] |= ~used
-    return keys, mask
+    return torch.from_numpy(mask[:, None]).to(device)
 
 
 class BehindPrefix(enum.Enum):
@@ -203,12 +223,16 @@ class PackedAttention(nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int,
         softmax_scale: float | None = None,
         pg_collection: Any = None,
         **_: Any,
     ):
         super().__init__()
         self.scale = softmax_scale
+        self.is_windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
         self.cp_group = pg_collection.cp
         self.cp = config.context_parallel_size
 
@@ -242,12 +266,14 @@ class PackedAttention(nn.Module):
         key = k.index_select(0, batch.keys).view(b, columns, groups, size).transpose(1, 2)
         value = v.index_select(0, batch.keys).view(b, columns, groups, size).transpose(1, 2)
         dtype = attention_dtype(q)
+        windowed = self.is_windowed and batch.windowed is not None
+        mask = batch.windowed if windowed else batch.mask
         out = F.scaled_dot_product_attention(
             query.to(dtype),
             key.to(dtype),
             value.to(dtype),
-            attn_mask=_of_type(batch.mask, dtype),
-            is_causal=batch.mask is None,
+            attn_mask=_of_type(mask, dtype),
+            is_causal=mask is None,
             scale=self.scale,
             enable_gqa=heads != groups,
         )

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from rft.data.prefixes import Computed
 from rft.ground.adapters import SUFFIXES, Lora
-from rft.ground.names import SUPPORTED, Dims, architecture_of, bind, rope_of
+from rft.ground.families import SUPPORTED, architecture_of, rope_of, window_of
+from rft.ground.names import Dims, bind
 from rft.megatron.attention import (
     KernelAttention,
     KernelPacking,
@@ -153,7 +154,7 @@ def transformer_config(
     and everything fused but for what Transformer Engine's layers have, unless in `more`.
     """
     dims, features = Dims.of(hf), SUPPORTED[architecture_of(hf)]
-    on_cpu = mesh.device.kind == "cpu"
+    on_cpu, window = mesh.device.kind == "cpu", window_of(hf)
     fields: dict[str, Any] = dict(
         num_layers=dims.layers,
         hidden_size=dims.hidden,
@@ -166,6 +167,7 @@ def transformer_config(
         qk_layernorm="qk_norm" in features,
         add_bias_linear=False,
         add_qkv_bias="qkv_bias" in features,
+        window_size=(window - 1, 0) if window else None,  # how many before a query it sees
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         hidden_dropout=0.0,
@@ -349,14 +351,15 @@ def packing_of(computed: Computed, model: GPTModel, mesh: Mesh) -> Packing:
     """What every layer must know about a microbatch (already sliced for this context-parallel
     rank).
     """
-    device = mesh.device.torch
+    device, size = mesh.device.torch, model.config.window_size
+    window = size[0] + 1 if size else None
     positions = computed.positions.astype(np.float32)
     positions[int(computed.bounds[-1]) :] = 0
     angles = torch.outer(mesh.device.bring(positions), model.inverse_frequencies)
     planned = (
         {"thd": _te_packing(computed, mesh)}
         if uses_transformer_engine(mesh.device)
-        else plan(computed, mesh.cp_rank, mesh.cp, device)
+        else plan(computed, mesh.cp_rank, mesh.cp, device, window)
     )
     return Packing(
         qkv_format="rows",

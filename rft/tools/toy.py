@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
     "qwen3_moe": "Qwen3MoeConfig",
+    "mistral": "MistralConfig",
 }
 
 
@@ -70,13 +71,14 @@ def write_model(
     tied: bool = True,
     vocab: int = 0,
     max_shard_size: str = "5GB",
+    more: dict[str, Any] | None = None,
 ) -> Path:
     """Write a random-weight model directory of `family`, a key of ARCHITECTURES, and return its
     path.
 
-    `ffn` is the MLP's width; that of one expert, of which `family="qwen3_moe"` has `experts`, is
-    ffn / experts_per_token. `vocab`: rows of the embedding, 0 for as many as the tokenizer has
-    tokens.
+    `ffn` is the MLP's width; that of one expert, of which a mixture has `experts`, is ffn /
+    experts_per_token. `vocab`: rows of the embedding, 0 for as many as the tokenizer has tokens.
+    `more`: fields of config.json.
     """
     path = Path(path)
     if (path / "config.json").exists():
@@ -85,29 +87,24 @@ def write_model(
     import transformers
 
     tokenizer = character_tokenizer()
-    mixture = {
-        "num_experts": experts,
-        "num_experts_per_tok": experts_per_token,
-        "norm_topk_prob": True,
-        "moe_intermediate_size": ffn // experts_per_token,
+    fields = {
+        "vocab_size": vocab or len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "rms_norm_eps": 1e-6,
+        "dtype": "float32",
     }
-    config = getattr(transformers, ARCHITECTURES[family])(
-        vocab_size=vocab or len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=context,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        rms_norm_eps=1e-6,
-        dtype="float32",
-        **(mixture if family == "qwen3_moe" else {}),
-    )
+    fields |= _of_family(family, ffn, experts, experts_per_token) | (more or {})
+    config = getattr(transformers, ARCHITECTURES[family])(**fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config).float()
@@ -117,6 +114,20 @@ def write_model(
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(path)
     return path
+
+
+def _of_family(family: str, ffn: int, experts: int, experts_per_token: int) -> dict[str, Any]:
+    """What a family's config.json has beside what all have."""
+    mixture = {
+        "num_experts": experts,
+        "num_experts_per_tok": experts_per_token,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": ffn // experts_per_token,
+    }
+    return {
+        "qwen3_moe": mixture,
+        "mistral": {"sliding_window": None},
+    }.get(family, {})
 
 
 def write_arithmetic(
