@@ -207,17 +207,18 @@ class KernelAttention(nn.Module):
     ) -> Tensor:
         thd = packed_seq_params.thd
         assert thd is not None
-        key, value, kind = key.squeeze(1), value.squeeze(1), attn_mask_type
+        query, key, value = (one.view(len(one), *one.shape[-2:]) for one in (query, key, value))
+        kind = attn_mask_type
         if thd.keys is not None:
             key, value = key.index_select(0, thd.keys), value.index_select(0, thd.keys)
             kind = BehindPrefix.padding_causal_bottom_right
-        out = self.kernel(query.squeeze(1), key, value, None, kind, packed_seq_params=thd.sequences)
+        out = self.kernel(query, key, value, None, kind, packed_seq_params=thd.sequences)
         return out.reshape(len(out), 1, -1)
 
 
 class PackedAttention(nn.Module):
-    """megatron's core_attention: query [T, 1, heads, d], key and value
-    [T, 1, groups, d] -> [T, 1, heads * d].
+    """megatron's core_attention: query [T, 1, heads, d], key [T, 1, groups, d] and value [T, 1,
+    groups, e] -> [T, 1, heads * e].
     """
 
     def __init__(
@@ -245,14 +246,22 @@ class PackedAttention(nn.Module):
         packed_seq_params: Packing,
         **_: Any,
     ) -> Tensor:
-        tokens, _, heads, size = query.shape
+        # latent attention has left out the dimension of 1
+        q, k, v = (each.view(len(each), *each.shape[-2:]) for each in (query, key, value))
+        tokens, heads, size = len(q), q.shape[1], v.shape[2]
         # padding only: 0, but connected, so that backward runs on every rank alike
         if not packed_seq_params.batches:
-            return (query * 0).view(tokens, 1, heads * size) + 0 * (key.sum() + value.sum())
-        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+            nothing = (q[..., :1] * 0).expand(tokens, heads, size).reshape(tokens, 1, -1)
+            return nothing + 0 * (key.sum() + value.sum())
         if self.cp > 1:
-            both = torch.cat([k, v], dim=1).contiguous()
-            k, v = gather_from_sequence_parallel_region(both, group=self.cp_group).chunk(2, dim=1)
+            both = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+            widths = k.shape[1] * k.shape[2], v.shape[1] * size
+            k, v = (
+                part.unflatten(1, (k.shape[1], -1))
+                for part in gather_from_sequence_parallel_region(both, group=self.cp_group).split(
+                    widths, dim=1
+                )
+            )
         outputs = [self._attend(q, k, v, batch) for batch in packed_seq_params.batches]
         outputs.append(q.new_zeros(1, heads * size))
         gather = packed_seq_params.gather
@@ -261,10 +270,10 @@ class PackedAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: PaddedBatch) -> Tensor:
         b, rows, columns = batch.shape
-        heads, groups, size = q.shape[1], k.shape[1], q.shape[2]
-        query = q.index_select(0, batch.queries).view(b, rows, heads, size).transpose(1, 2)
-        key = k.index_select(0, batch.keys).view(b, columns, groups, size).transpose(1, 2)
-        value = v.index_select(0, batch.keys).view(b, columns, groups, size).transpose(1, 2)
+        heads, groups = q.shape[1], k.shape[1]
+        query = q.index_select(0, batch.queries).view(b, rows, heads, -1).transpose(1, 2)
+        key = k.index_select(0, batch.keys).view(b, columns, groups, -1).transpose(1, 2)
+        value = v.index_select(0, batch.keys).view(b, columns, groups, -1).transpose(1, 2)
         dtype = attention_dtype(q)
         windowed = self.is_windowed and batch.windowed is not None
         mask = batch.windowed if windowed else batch.mask
@@ -277,7 +286,7 @@ class PackedAttention(nn.Module):
             scale=self.scale,
             enable_gqa=heads != groups,
         )
-        return out.to(q.dtype).transpose(1, 2).reshape(b * rows, heads * size)
+        return out.to(q.dtype).transpose(1, 2).reshape(b * rows, -1)
 
 
 def _of_type(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

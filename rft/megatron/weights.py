@@ -30,6 +30,7 @@ from rft.ground.names import (
     bind,
     hf_names,
     hf_shape,
+    is_ahead,
 )
 from rft.ground.protocols import Block
 from rft.megatron.lora_layers import deltas, initial_A
@@ -91,7 +92,7 @@ def shards(model: Sequence[nn.Module], dims: Dims, place: Place) -> list[Shard]:
 def _shard(name: str, parameter: nn.Parameter, first_layer: int, dims: Dims, place: Place) -> Shard:
     layer, dot, last = name.rpartition(".")
     if dot + last in SUFFIXES:
-        base = bind(f"{layer}.weight", first_layer)
+        base = bind(f"{layer}.weight", first_layer, features=dims.features)
         rank = (
             parameter.shape[1]
             if last == "lora_B"
@@ -99,7 +100,7 @@ def _shard(name: str, parameter: nn.Parameter, first_layer: int, dims: Dims, pla
         )
         held = adapter(last, base, dims, place, rank)
         return Shard(parameter, held.bound, held.shapes, held.segments, False)
-    bound = bind(name, first_layer, place.first_expert(dims))
+    bound = bind(name, first_layer, place.first_expert(dims), dims.features)
     shapes = tuple(
         hf_shape(bound.kind, part, hf_name, dims) for part, hf_name in enumerate(bound.hf)
     )
@@ -133,7 +134,9 @@ class HFReader:
         wanted = hf_names(dims, architecture_of(hf))
         missing = [name for name in wanted if name not in self._where]
         extra = [
-            name for name in self._where if name not in wanted and not name.endswith(IGNORED_SUFFIX)
+            name
+            for name in self._where
+            if name not in wanted and not name.endswith(IGNORED_SUFFIX) and not is_ahead(name, dims)
         ]
         if dims.tied:
             extra = [name for name in extra if name != "lm_head.weight"]

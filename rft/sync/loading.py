@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_map_only
 FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj"),
 }
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
-EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.((?:gate|up|down)_proj\.weight)")
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.((?:(?:gate|up|down)_proj|w[123])\.weight)")
 SLAB = 2**26  # bytes that one copy to a device may take of it beside the target, about
 aten = torch.ops.aten
 

@@ -29,9 +29,9 @@ ALIGNMENT = 64
 # vLLM pads the vocabulary to a multiple of this, and cuts the result evenly
 VOCABULARY_MULTIPLE = 64
 VOCABULARY = ("embed_tokens", "lm_head")
-ROWS = ("q_proj", "gate_proj", "up_proj")  # those of experts too
+ROWS = ("q_proj", "gate_proj", "up_proj", "w1", "w3")  # those of experts too
 KV_ROWS = ("k_proj", "v_proj")
-COLUMNS = ("o_proj", "down_proj")
+COLUMNS = ("o_proj", "down_proj", "w2")
 TENSORS = ("weight", "bias")  # an adapter's are named otherwise, and every worker takes all of them
 
 

@@ -28,6 +28,10 @@ ARCHITECTURES = {
     "qwen3": "Qwen3Config",
     "qwen3_moe": "Qwen3MoeConfig",
     "mistral": "MistralConfig",
+    "mixtral": "MixtralConfig",
+    "qwen2_moe": "Qwen2MoeConfig",
+    "glm4_moe": "Glm4MoeConfig",
+    "deepseek_v3": "DeepseekV3Config",
 }
 
 
@@ -103,11 +107,14 @@ def write_model(
         "rms_norm_eps": 1e-6,
         "dtype": "float32",
     }
-    fields |= _of_family(family, ffn, experts, experts_per_token) | (more or {})
+    fields |= _of_family(family, head_dim, ffn, experts, experts_per_token) | (more or {})
     config = getattr(transformers, ARCHITECTURES[family])(**fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config).float()
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # one that changes what is chosen
+                buffer.normal_(std=0.1)
     transformers.utils.logging.disable_progress_bar()
     unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     model.save_pretrained(unfinished, max_shard_size=max_shard_size)
@@ -116,17 +123,49 @@ def write_model(
     return path
 
 
-def _of_family(family: str, ffn: int, experts: int, experts_per_token: int) -> dict[str, Any]:
-    """What a family's config.json has beside what all have."""
+def _of_family(
+    family: str, head_dim: int, ffn: int, experts: int, experts_per_token: int
+) -> dict[str, Any]:
+    """What a family's config.json has beside what all have, or in its place."""
     mixture = {
         "num_experts": experts,
         "num_experts_per_tok": experts_per_token,
         "norm_topk_prob": True,
         "moe_intermediate_size": ffn // experts_per_token,
     }
+    sigmoid = {
+        "n_routed_experts": experts,
+        "num_experts_per_tok": experts_per_token,
+        "moe_intermediate_size": ffn // experts_per_token,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    }
+    latent = {
+        "head_dim": 64,  # the rotated part, which vLLM wants of this size on a CPU, as the ranks
+        "num_key_value_heads": None,
+        "q_lora_rank": head_dim,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": head_dim,
+        "n_group": 2,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    }
     return {
         "qwen3_moe": mixture,
+        "deepseek_v3": sigmoid | latent,
+        "glm4_moe": sigmoid | {"use_qk_norm": True},
+        "qwen2_moe": mixture | {"shared_expert_intermediate_size": ffn},
         "mistral": {"sliding_window": None},
+        "mixtral": {
+            "sliding_window": None,
+            "num_local_experts": experts,
+            "num_experts_per_tok": experts_per_token,
+            "intermediate_size": ffn // experts_per_token,
+        },
     }.get(family, {})
 
 

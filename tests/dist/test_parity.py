@@ -3,6 +3,7 @@ against transformers and plain autograd.
 """
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -171,27 +172,24 @@ def assert_gradient_of_transformers(results: list[dict[str, Any]], path: Path) -
     metrics = results[0]["metrics"][0]
     assert results[0]["micros"] > 2
     assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
-    found = gradients(results)
-    wanted = {
-        n: g for name, p in model.named_parameters() for n, g in as_in_files(name, p.grad.numpy())
-    }
+    found, wanted = gradients(results), gradients_in_files(model)
     assert_gradients_match(found, wanted)
     assert metrics["grad_norm"] == pytest.approx(
         np.sqrt(sum((g**2).sum() for g in wanted.values())), rel=1e-5
     )
 
 
-def as_in_files(name: str, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """transformers fuses the experts of a layer in memory; its files hold them one by one."""
-    stem, _, last = name.rpartition(".")
-    if not stem.endswith("experts"):
-        return [(name, value)]
-    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[last]
-    return [
-        (f"{stem}.{number}.{part}.weight", piece)
-        for number, expert in enumerate(value)
-        for part, piece in zip(parts, np.split(expert, len(parts)), strict=True)
-    ]
+def gradients_in_files(model: Any) -> dict[str, np.ndarray]:
+    """Written as weights would be: transformers fuses and renames in memory what its files hold
+    tensor by tensor. What has no gradient is left out.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    with TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        found = hf_weights(Path(directory))
+    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    return {n: g.numpy() for n, g in found.items() if n.rpartition(".")[2] not in buffers}
 
 
 def assert_gradients_match(
