@@ -24,6 +24,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
 from rft.checkpoint.sharding import MODEL, Claim
 from rft.checkpoint.storage import Disk, LocalSink, Storage, open_storage
@@ -33,6 +35,8 @@ from rft.ground.names import (
     ITEM_BYTES,
     Dims,
     architecture_of,
+    file_shapes,
+    fused_name,
     hf_names,
     is_ahead,
     read_hf_config,
@@ -58,7 +62,8 @@ USAGE = "usage: python -m rft.checkpoint.export CHECKPOINT SOURCE TARGET"
 @dataclass(frozen=True)
 class Tensor:
     """One tensor of the export. `key` is its name in the checkpoint; `place`: the file of the
-    source that it is copied from instead, and where its bytes begin there.
+    source that it is copied from instead, and where its bytes begin there; `parts`: the experts'
+    tensors that it is made of instead, expert by expert, gate before up.
     """
 
     name: str
@@ -66,6 +71,7 @@ class Tensor:
     dtype: str
     shape: tuple[int, ...]
     place: tuple[Path, int] | None = None
+    parts: tuple["Tensor", ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -94,7 +100,7 @@ def export(
         adapter = checkpoint.manifest.about.get("adapter")
         tensors = plan(checkpoint, hf)
         if not adapter:
-            tensors += carried(Path(source), Dims.of(hf))
+            tensors = in_files(tensors, Dims.of(hf)) + carried(Path(source), Dims.of(hf))
         for file in checkpoint.files():
             # open now, as many as may be: retention may take the directory away meanwhile
             file.chunk(0)
@@ -149,6 +155,37 @@ def plan(checkpoint: Checkpoint, hf: dict[str, Any]) -> list[Tensor]:
     return [
         Tensor(name, MODEL + name, held[MODEL + name][0], shape) for name, shape in wanted.items()
     ]
+
+
+def in_files(tensors: list[Tensor], dims: Dims) -> list[Tensor]:
+    """Under the names that the model's files have, experts together where they have them so."""
+    if "fused" not in dims.features:
+        return tensors
+    parts: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        fused = fused_name(tensor.name)
+        parts.setdefault(fused[0] if fused else tensor.name, []).append(tensor)
+    shapes, found = file_shapes(dims, dims.family), []
+    for name, members in parts.items():
+        first = members[0]
+        alone = first.name == name
+        found.append(
+            first if alone else Tensor(name, "", first.dtype, shapes[name], parts=tuple(members))
+        )
+    return found
+
+
+def _together(tensor: Tensor, checkpoint: Checkpoint) -> Iterator[bytes]:
+    """The bytes of a tensor of all experts, one expert after the other."""
+    count = len(tensor.parts) // tensor.shape[0]
+    for at in range(0, len(tensor.parts), count):
+        arrays = [
+            checkpoint.elements(Claim(p.key, p.dtype, p.shape, (0,) * len(p.shape), p.shape, None))
+            .reshape(p.shape)
+            .T
+            for p in tensor.parts[at : at + count]
+        ]
+        yield np.stack(arrays, axis=-1).tobytes()
 
 
 def carried(source: Path, dims: Dims) -> list[Tensor]:
@@ -276,8 +313,13 @@ def _write(path: Path, checkpoint: Checkpoint, tensors: list[Tensor], disk: Disk
     try:
         sink.write(memoryview(head))
         for tensor in tensors:
-            if tensor.place:
-                for data in _read(*tensor.place, tensor.bytes):
+            if tensor.place or tensor.parts:
+                made = (
+                    _read(*tensor.place, tensor.bytes)
+                    if tensor.place
+                    else _together(tensor, checkpoint)
+                )
+                for data in made:
                     sink.write(memoryview(data))
                     yield len(data)
                 continue

@@ -100,6 +100,11 @@ def _expert_sizes(dims: Dims, megatron: MegatronConfig) -> Iterator[str]:
             f"{'' if 'w123' in dims.features else 'moe_'}intermediate_size "
             f"{dims.expert_ffn}; use {_divisors(dims.expert_ffn)}"
         )
+    if etp > 1 and "biases" in dims.features:
+        yield (
+            f"trainer.megatron.expert_tensor_parallel_size={etp} cuts the model's experts, which "
+            "have biases that Megatron does not cut; set it to 1, and the experts' parallelism > 1"
+        )
     # megatron would then reduce the experts' gradients like those of dense layers
     if etp != tp and ep == 1:
         yield (
@@ -138,11 +143,12 @@ def lora_of(configs: list[LoraConfig], dims: Dims) -> Lora | None:
     """The adapter that `model.lora_configs` asks for; raises ConfigError for one that cannot be."""
     if not configs:
         return None
-    if "mla" in dims.features:
-        raise ConfigError(
-            "model.lora_configs: latent attention has no adapters in rft; leave it out, which "
-            "trains all weights"
-        )
+    for feature, what in (("mla", "latent attention"), ("biases", "projections of gpt-oss")):
+        if feature in dims.features:
+            raise ConfigError(
+                f"model.lora_configs: {what} cannot have adapters in rft; leave it out, which "
+                "trains all weights"
+            )
     asked = configs[0]
     known = tuple(
         p

@@ -13,6 +13,9 @@ that passes is computed as transformers and vLLM do, with nothing left out.
     sigmoid               the router scores by sigmoid, and chooses by score + correction bias
     shared, gated_shared  an expert that every token takes; times a gate of its own
     partial               only the first part of a head's numbers is rotated
+    biases                of the output projection, the router and the experts, which clamp, too
+    sinks                 of each head a score that no key has, in the sum of its softmax
+    fused                 files have all experts of a layer in one tensor, transposed
     mla, q_lora           latent attention; queries come through a low rank as well
 """
 
@@ -34,7 +37,9 @@ SUPPORTED: dict[str, frozenset[str]] = {
     "Glm4MoeForCausalLM": frozenset({"experts", "sigmoid", "shared", "partial"}),
     # of Kimi-K2 as well
     "DeepseekV3ForCausalLM": frozenset({"experts", "sigmoid", "shared", "mla"}),
+    "GptOssForCausalLM": frozenset({"qkv_bias", "window", "experts", "biases", "sinks", "fused"}),
 }
+FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _BY_LENGTH = "its angles follow the longest sequence of a batch, which trainer and engine differ in"
 ROPE_REASONS = {"dynamic": _BY_LENGTH, "longrope": _BY_LENGTH}
@@ -66,13 +71,15 @@ def num_experts(hf: dict[str, Any]) -> int:
 
 def expert_width(hf: dict[str, Any]) -> int:
     """Of one expert's MLP; 0 where there are none."""
-    key = "intermediate_size" if "w123" in features_of(hf) else "moe_intermediate_size"
+    by_it = features_of(hf).isdisjoint(("w123", "biases"))
+    key = "moe_intermediate_size" if by_it else "intermediate_size"
     return int(hf[key]) if num_experts(hf) else 0
 
 
 def sums_to_one(hf: dict[str, Any]) -> bool:
     """Whether the weights of the chosen experts are divided by their sum."""
-    return "w123" in features_of(hf) or bool(hf.get("norm_topk_prob"))
+    always = not features_of(hf).isdisjoint(("w123", "biases"))
+    return always or bool(hf.get("norm_topk_prob"))
 
 
 def shared_width(hf: dict[str, Any]) -> int:
@@ -114,6 +121,15 @@ def window_of(hf: dict[str, Any]) -> int | None:
     return hf.get("sliding_window") if "window" in features_of(hf) else None
 
 
+def windowed(hf: dict[str, Any]) -> list[int] | None:
+    """1 for every layer that has the window, 0 for the others; None: all have it."""
+    if "sinks" not in features_of(hf):
+        return None
+    layers = range(int(hf["num_hidden_layers"]))
+    kinds = hf.get("layer_types") or [(FULL, SLIDING)[(layer + 1) % 2] for layer in layers]
+    return [int(kind == SLIDING) for kind in kinds]
+
+
 def rope_of(hf: dict[str, Any]) -> dict[str, Any]:
     """`rope_theta`, `rope_type` and the type's own numbers: transformers 5 nests them, version 4
     spread them.
@@ -140,7 +156,8 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         ) from error
     architecture_of(hf)
     refuse_all(
-        f"model.model_path: config.json has {one}; use another model" for one in _refused(hf)
+        f"model.model_path: config.json has {one}. Use another model, or see docs/models.md"
+        for one in _refused(hf)
     )
     return hf
 
@@ -163,7 +180,9 @@ def _refused(hf: dict[str, Any]) -> Iterator[str]:
         yield from _latent_refused(hf)
     if rotated_share(hf) != 1.0 and "partial" not in features:
         yield f"partial_rotary_factor {rotated_share(hf)}, which this family has not"
-    layer_types = set(hf.get("layer_types") or []) - {"full_attention"}
+    layer_types = set(hf.get("layer_types") or []) - {FULL}
+    if "sinks" in features:
+        layer_types -= {SLIDING}
     if hf.get("use_sliding_window") or layer_types:
         yield "layers of sliding-window attention, which this family's have not in rft"
     if hf.get("quantization_config"):
@@ -184,6 +203,8 @@ def _refused(hf: dict[str, Any]) -> Iterator[str]:
         yield "experts, and no layer that has them"
     if "sigmoid" in features:
         yield from _router_refused(hf)
+    if "biases" in features and float(hf.get("swiglu_alpha", 1.702)) != 1.702:
+        yield f"swiglu_alpha={hf['swiglu_alpha']}: Megatron computes 1.702"
     if hf.get("hidden_act", "silu") != "silu":
         yield f"hidden_act={hf['hidden_act']}: rft computes silu"
 
@@ -224,8 +245,8 @@ def _router_refused(hf: dict[str, Any]) -> Iterator[str]:
     chooses several, and takes a group's best k / groups experts for it where others take two.
     """
     chosen, groups = int(hf["num_experts_per_tok"]), int(hf.get("topk_group") or 1)
-    if not sums_to_one(hf) or chosen == 1:
-        yield "weights of chosen experts that are not divided by their sum: set norm_topk_prob"
+    if not sums_to_one(hf):
+        yield "norm_topk_prob=false, and Megatron divides weights of these experts by their sum"
     if int(hf.get("n_group") or 1) > 1 and chosen // groups != 2:
         yield (
             f"num_experts_per_tok={chosen} of topk_group={groups} groups: Megatron ranks groups by "

@@ -78,6 +78,8 @@ _GATE_UP = tuple(_H + f"mlp.{part}_proj." for part in ("gate", "up"))
 _EM, _EH = _M + "mlp.experts.", _H + "mlp.experts.{expert}."
 _FC1 = (_EM + "local_experts.{expert}.linear_fc1.weight", _EM + "linear_fc1.weight{expert}")
 _FC2 = (_EM + "local_experts.{expert}.linear_fc2.weight", _EM + "linear_fc2.weight{expert}")
+_CORE = _M + "self_attention.core_attention."
+_SINKS = (_CORE + "softmax_offset", _CORE + "kernel.softmax_offset")
 _SM = _M + "mlp.shared_experts."
 _XH, _NAMED = _H + "block_sparse_moe.", "experts -w123"
 
@@ -141,6 +143,13 @@ RULES: tuple[WeightRule, ...] = (
     ),
     WeightRule(
         "replicated",
+        (_M + "self_attention.linear_proj.bias",),
+        (_H + "self_attn.o_proj.bias",),
+        "biases",
+    ),
+    WeightRule("column", _SINKS, (_H + "self_attn.sinks",), "sinks"),
+    WeightRule(
+        "replicated",
         (_M + "pre_mlp_layernorm.weight", _M + "mlp.linear_fc1.layer_norm_weight"),
         (_H + "post_attention_layernorm.weight",),
     ),
@@ -151,7 +160,26 @@ RULES: tuple[WeightRule, ...] = (
         "dense",
     ),
     WeightRule("row", (_M + "mlp.linear_fc2.weight",), (_H + "mlp.down_proj.weight",), "dense"),
-    WeightRule("replicated", (_M + "mlp.router.weight",), (_H + "mlp.gate.weight",), _NAMED),
+    WeightRule(
+        "replicated",
+        (_M + "mlp.router.weight",),
+        (_H + "mlp.gate.weight",),
+        "experts -w123 -biases",
+    ),
+    WeightRule("replicated", (_M + "mlp.router.weight",), (_H + "mlp.router.weight",), "biases"),
+    WeightRule("replicated", (_M + "mlp.router.bias",), (_H + "mlp.router.bias",), "biases"),
+    WeightRule(
+        "gate_up",
+        (_EM + "local_experts.{expert}.linear_fc1.bias", _EM + "linear_fc1.bias{expert}"),
+        (_EH + "gate_proj.bias", _EH + "up_proj.bias"),
+        "biases",
+    ),
+    WeightRule(
+        "replicated",
+        (_EM + "local_experts.{expert}.linear_fc2.bias", _EM + "linear_fc2.bias{expert}"),
+        (_EH + "down_proj.bias",),
+        "biases",
+    ),
     WeightRule(
         "replicated",
         (_M + "mlp.router.expert_bias",),
@@ -266,7 +294,7 @@ class Dims:
         size = latent.nope + latent.rope or hf.get("head_dim") or hf["hidden_size"] // heads
         return cls(
             family=family_of(hf),
-            more=features - SUPPORTED.get(family_of(hf), features),
+            more=features - SUPPORTED.get(family_of(hf), frozenset()),
             latent=latent,
             hidden=int(hf["hidden_size"]),
             heads=heads,
@@ -332,6 +360,35 @@ def is_expert(hf_name: str) -> bool:
     return ".experts." in hf_name
 
 
+FUSED_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+
+
+def fused_name(hf_name: str) -> tuple[str, int, str] | None:
+    """Of an expert's tensor: the one of all experts that it is a part of in files, its expert, and
+    which part it is: `gate` and `up`, whose columns alternate, or `down`. Weights are transposed.
+    """
+    if not (found := FUSED_EXPERT.fullmatch(hf_name)):
+        return None
+    stem, expert, part, kind = found.groups()
+    fused = "down_proj" if part == "down" else "gate_up_proj"
+    return f"{stem}.{fused}{'_bias' if kind == 'bias' else ''}", int(expert), part
+
+
+def file_shapes(dims: "Dims", architecture: str) -> dict[str, tuple[int, ...]]:
+    """As `hf_names`, under the names and with the shapes that files have."""
+    shapes = hf_names(dims, architecture)
+    if "fused" not in dims.features:
+        return shapes
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if (fused := fused_name(name)) is None:
+            found[name] = shape
+        else:
+            *columns, rows = reversed(shape)
+            found[fused[0]] = (dims.experts, *columns, rows * (1 if fused[2] == "down" else 2))
+    return found
+
+
 def is_ahead(hf_name: str, dims: Dims) -> bool:
     """Of a layer for multi-token prediction: not trained, and carried through to an export."""
     found = re.match(r"model\.layers\.(\d+)\.", hf_name)
@@ -378,6 +435,7 @@ class Place:
 LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 EXPERT = re.compile(
     r"(?<=mlp\.experts\.local_experts\.)\d+|(?<=mlp\.experts\.linear_fc[12]\.weight)\d+"
+    r"|(?<=mlp\.experts\.linear_fc[12]\.bias)\d+"
 )
 
 
@@ -419,13 +477,17 @@ def hf_shape(kind: Kind, part: int, name: str, dims: Dims) -> tuple[int, ...]:
             return (1, dims.hidden)
         if name.endswith("e_score_correction_bias"):
             return (dims.experts,)
-        if name.endswith(".gate.weight"):
+        if name.endswith(".router.bias"):
+            return (dims.experts,)
+        if name.endswith((".gate.weight", ".router.weight")):
             return (dims.experts, dims.hidden)
         return (
             (dims.head_size,)
             if name.endswith(("q_norm.weight", "k_norm.weight"))
             else (dims.hidden,)
         )
+    if name.endswith(".sinks"):
+        return (dims.heads,)
     if kind == "vocab":
         return (dims.vocab, dims.hidden)
     if kind == "row":

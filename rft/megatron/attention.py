@@ -234,6 +234,12 @@ class PackedAttention(nn.Module):
         self.is_windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
+        self.sinks = config.softmax_type == "learnable"
+        if self.sinks:  # under megatron's name
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = "cpu" if config.use_cpu_initialization else None
+            empty = torch.empty(heads, dtype=config.params_dtype, device=device)
+            self.softmax_offset = nn.Parameter(empty)
         self.cp_group = pg_collection.cp
         self.cp = config.context_parallel_size
 
@@ -252,7 +258,7 @@ class PackedAttention(nn.Module):
         # padding only: 0, but connected, so that backward runs on every rank alike
         if not packed_seq_params.batches:
             nothing = (q[..., :1] * 0).expand(tokens, heads, size).reshape(tokens, 1, -1)
-            return nothing + 0 * (key.sum() + value.sum())
+            return nothing + 0 * (sum(p.sum() for p in self.parameters()) + key.sum() + value.sum())
         if self.cp > 1:
             both = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
             widths = k.shape[1] * k.shape[2], v.shape[1] * size
@@ -277,16 +283,40 @@ class PackedAttention(nn.Module):
         dtype = attention_dtype(q)
         windowed = self.is_windowed and batch.windowed is not None
         mask = batch.windowed if windowed else batch.mask
-        out = F.scaled_dot_product_attention(
-            query.to(dtype),
-            key.to(dtype),
-            value.to(dtype),
-            attn_mask=_of_type(mask, dtype),
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=heads != groups,
-        )
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        mask = _of_type(mask, dtype)
+        if self.sinks:
+            out = self._with_sinks(query, key, value, mask)
+        else:
+            out = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.scale,
+                enable_gqa=heads != groups,
+            )
         return out.to(q.dtype).transpose(1, 2).reshape(b * rows, -1)
+
+    def _with_sinks(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """A head's sink is the score of one more key, whose value is 0: queries have one more
+        number, 1, which meets it there and 0 in all other keys.
+        """
+        b, heads, rows, size = query.shape
+        scale, times = self.scale or size**-0.5, heads // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        sink = (self.softmax_offset.to(query.dtype) / scale).view(1, heads, 1, 1)
+        own = F.pad(sink, (size, 0)).expand(b, -1, -1, -1)
+        if mask is None:
+            mask = query.new_ones(1, 1, rows, key.shape[2], dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(
+            F.pad(query, (0, 1), value=1.0),
+            torch.cat([F.pad(key, (0, 1)), own], dim=2),
+            F.pad(value, (0, 0, 0, 1)),
+            attn_mask=F.pad(mask, (0, 1), value=mask.dtype == torch.bool),
+            scale=scale,
+        )
 
 
 def _of_type(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

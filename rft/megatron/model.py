@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -19,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
+    RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.moe.router import TopKRouter
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 
 from rft.data.prefixes import Computed
 from rft.ground.adapters import SUFFIXES, Lora
-from rft.ground.families import rope_of, sums_to_one, window_of
+from rft.ground.families import rope_of, sums_to_one, window_of, windowed
 from rft.ground.names import Dims, Latent, bind
 from rft.megatron.attention import (
     KernelAttention,
@@ -96,6 +98,20 @@ class BiasedRouter(TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection)
         bias = torch.zeros(self.num_experts, dtype=torch.float32, device=_device(config))
         self.expert_bias = nn.Parameter(bias, requires_grad=False)
+
+
+class CopyingRow(RowParallelLinear):
+    """An expert's second layer, where it has a bias: megatron adds that in place, to what may be a
+    view that autograd lets nobody change, and marks it for sums over ranks that have other experts.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.bias.sequence_parallel = False  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -183,6 +199,8 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias="qkv_bias" in dims.features,
         window_size=(window - 1, 0) if window else None,  # how many before a query it sees
+        window_attn_skip_freq=windowed(hf),
+        softmax_type="learnable" if "sinks" in dims.features else "vanilla",
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         hidden_dropout=0.0,
@@ -215,6 +233,9 @@ def transformer_config(
     )
     if uses_transformer_engine(mesh.device):
         fields |= fused(experts=bool(dims.experts))
+    if "biases" in dims.features:
+        fields |= {"add_bias_linear": True, "activation_func": quick_gelu, "glu_linear_offset": 1.0}
+        fields["activation_func_clamp_value"] = float(hf.get("swiglu_limit") or 7.0)
     made = MLATransformerConfig if "mla" in dims.features else TransformerConfig
     fields |= _latent(hf, dims.latent) if "mla" in dims.features else {}
     # never here: see `kernels.fuse_weight_gradients`
@@ -294,6 +315,8 @@ def block_spec(
     kinds = {kind: made(config, kind) for kind in set(mixed)}
     if "sigmoid" in dims.features and True in kinds:
         submodules(kinds[True].submodules.mlp).router = BiasedRouter
+    if "biases" in dims.features and not with_engine:
+        submodules(submodules(kinds[True].submodules.mlp).experts).linear_fc2 = CopyingRow
     for layer in kinds.values() if lora else ():
         add_adapters(layer.submodules, lora, dims, mesh.place)
     # The block takes its final norm from here; given only layer specs it would take torch's, which

@@ -28,6 +28,8 @@ from rft.ground.names import (
     ShardSlice,
     architecture_of,
     bind,
+    file_shapes,
+    fused_name,
     hf_names,
     hf_shape,
     is_ahead,
@@ -131,7 +133,7 @@ class HFReader:
 
     def _check(self, path: str | Path, hf: dict[str, Any]) -> None:
         dims = Dims.of(hf)
-        wanted = hf_names(dims, architecture_of(hf))
+        wanted = file_shapes(dims, architecture_of(hf))
         missing = [name for name in wanted if name not in self._where]
         extra = [
             name
@@ -160,12 +162,19 @@ class HFReader:
             )
 
     def read(self, name: str, segment: ShardSlice) -> Tensor:
-        view = self._where[name].get_slice(name)
+        fused = None if name in self._where else fused_name(name)
+        view = self._expert(*fused) if fused else self._where[name].get_slice(name)
         return (
             view[segment.start : segment.stop]
             if segment.dim == 0
             else view[:, segment.start : segment.stop]
         )
+
+    def _expert(self, name: str, expert: int, part: str) -> Tensor:
+        """Out of the tensor of all experts."""
+        one = self._where[name].get_slice(name)[expert]
+        own = one if part == "down" else one[..., part == "up" :: 2]
+        return own.mT if own.ndim > 1 else own
 
 
 def _listed(names: list[str]) -> str:

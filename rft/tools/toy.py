@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeConfig",
     "glm4_moe": "Glm4MoeConfig",
     "deepseek_v3": "DeepseekV3Config",
+    "gpt_oss": "GptOssConfig",
 }
 
 
@@ -115,6 +116,9 @@ def write_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # one that changes what is chosen
                 buffer.normal_(std=0.1)
+        for name, parameter in model.named_parameters() if family == "gpt_oss" else ():
+            if name.endswith(("bias", "sinks")):
+                torch.nn.init.normal_(parameter, std=0.5 if name.endswith("sinks") else 0.05)
     transformers.utils.logging.disable_progress_bar()
     unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     model.save_pretrained(unfinished, max_shard_size=max_shard_size)
@@ -154,8 +158,16 @@ def _of_family(
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     }
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
     return {
         "qwen3_moe": mixture,
+        "gpt_oss": {
+            "num_local_experts": experts,
+            "num_experts_per_tok": experts_per_token,
+            "intermediate_size": ffn // experts_per_token,
+            "sliding_window": 16,
+            "rope_parameters": yarn | {"original_max_position_embeddings": 64},
+        },
         "deepseek_v3": sigmoid | latent,
         "glm4_moe": sigmoid | {"use_qk_norm": True},
         "qwen2_moe": mixture | {"shared_expert_intermediate_size": ffn},

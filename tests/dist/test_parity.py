@@ -189,7 +189,22 @@ def gradients_in_files(model: Any) -> dict[str, np.ndarray]:
         model.save_pretrained(directory)
         found = hf_weights(Path(directory))
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
-    return {n: g.numpy() for n, g in found.items() if n.rpartition(".")[2] not in buffers}
+    named = [(n, g.numpy()) for n, g in found.items() if n.rpartition(".")[2] not in buffers]
+    return {n: g for name, value in named for n, g in expert_by_expert(name, value)}
+
+
+def expert_by_expert(name: str, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """A file's tensor of all experts as rft has them, each as a matrix of its own."""
+    stem, _, last = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    if last.removesuffix("_bias") not in parts:
+        return [(name, value)]
+    parts, kind = parts[last.removesuffix("_bias")], "bias" if "_bias" in last else "weight"
+    return [
+        (f"{stem}.{number}.{part}.{kind}", expert[..., column :: len(parts)].T)
+        for number, expert in enumerate(value)
+        for column, part in enumerate(parts)
+    ]
 
 
 def assert_gradients_match(

@@ -10,11 +10,14 @@ import pytest
 
 from rft.config import ConfigError, MegatronConfig
 from rft.config.layout import check_layout
+from rft.data.packing import Cost
 from rft.ground.names import (
     RULES,
     SUPPORTED,
     Dims,
     bind,
+    file_shapes,
+    fused_name,
     hf_names,
     hf_shape,
     is_expert,
@@ -320,6 +323,13 @@ MISTRAL = HF | {
 MIXTRAL = MISTRAL | {
     **{"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
 }
+GPT_OSS = HF | {
+    "architectures": ["GptOssForCausalLM"],
+    **{"hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64},
+    **{"intermediate_size": 2880, "num_hidden_layers": 24, "vocab_size": 201088},
+    **{"num_local_experts": 32, "num_experts_per_tok": 4, "attention_bias": True},
+    **{"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12},
+}
 QWEN2_MOE = MIXTURE | {
     "architectures": ["Qwen2MoeForCausalLM"],
     **{"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": None},
@@ -335,6 +345,7 @@ QWEN2_MOE = MIXTURE | {
         pytest.param(MIXTRAL, 46.70, id="Mixtral-8x7B"),
         pytest.param(QWEN2_MOE, 14.316, id="Qwen1.5-MoE-A2.7B"),
         pytest.param(GLM_AIR, 106.85, id="GLM-4.5-Air"),
+        pytest.param(GPT_OSS, 20.915, id="gpt-oss-20b"),
         pytest.param(DEEPSEEK, 671.03, id="DeepSeek-V3"),
         pytest.param(KIMI, 1026.4, id="Kimi-K2"),
     ],
@@ -355,9 +366,12 @@ def test_published_models_have_as_many_parameters(
         (DEEPSEEK, {"topk_method": "greedy"}, "correction bias where it is noaux_tc"),
         (DEEPSEEK, {"rope_interleave": False}, "rotates neighbouring numbers"),
         (DEEPSEEK, {"topk_group": 2}, "best 4 experts, and the model by their best 2"),
-        (DEEPSEEK, {"norm_topk_prob": False}, "set norm_topk_prob"),
+        (DEEPSEEK, {"norm_topk_prob": False}, "divides weights of these experts"),
         (DEEPSEEK, {"attention_bias": True}, "attention_bias"),
         (DEEPSEEK, {"rope_scaling": {"type": "linear", "factor": 2}}, "default and yarn"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4"}}, r"\(mxfp4\)"),
+        (GPT_OSS, {"layer_types": ["chunked_attention"] * 24}, "sliding-window"),
+        (GPT_OSS, {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
         (GLM_AIR, {"scoring_func": "softmax"}, "scoring_func=softmax"),
         (MISTRAL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (MISTRAL, {"rope_parameters": {"rope_type": "dynamic"}}, "longest sequence of a batch"),
@@ -374,6 +388,26 @@ def test_what_a_family_has_not_is_refused_with_its_reason(
     (tmp_path / "config.json").write_text(json.dumps(hf | changes), encoding="utf-8")
     with pytest.raises(ConfigError, match=text):
         read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("hf", [MISTRAL, MIXTRAL, QWEN2_MOE, GLM_AIR, GPT_OSS, DEEPSEEK])
+def test_a_token_costs_the_matrices_that_it_meets(hf: dict[str, Any]) -> None:
+    found, met = Dims.of(hf), 0.0
+    share = hf["num_experts_per_tok"] / found.experts if found.experts else 1.0
+    for name, shape in hf_names(found, found.family).items():
+        if len(shape) == 2 and name != "model.embed_tokens.weight":
+            met += prod(shape) * (share if is_expert(name) else 1)
+    assert Cost.of(hf).linear == pytest.approx(2 * met, rel=1e-9)
+
+
+def test_experts_of_fused_files_lie_where_their_names_say() -> None:
+    """Every element of a file's tensor is one expert's, and its shape is that of files."""
+    found = Dims.of(GPT_OSS | {"hidden_size": 6, "intermediate_size": 4, "num_local_experts": 2})
+    shapes, parts = file_shapes(found, found.family), hf_names(found, found.family)
+    stem = "model.layers.3.mlp.experts."
+    assert shapes[f"{stem}gate_up_proj"] == (2, 6, 8) and shapes[f"{stem}down_proj"] == (2, 4, 6)
+    assert fused_name(f"{stem}1.up_proj.bias") == (f"{stem}gate_up_proj_bias", 1, "up")
+    assert sum(map(prod, shapes.values())) == sum(map(prod, parts.values()))
 
 
 def test_no_directory_and_no_json_are_config_errors(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "glm4_moe": {},
     "deepseek_v3": {},
+    "gpt_oss": {},
     "qwen2_moe": {"more": {"mlp_only_layers": [0]}},
 }
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(900)]
