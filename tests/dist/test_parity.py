@@ -200,8 +200,12 @@ def expert_by_expert(name: str, value: np.ndarray) -> list[tuple[str, np.ndarray
     if last.removesuffix("_bias") not in parts:
         return [(name, value)]
     parts, kind = parts[last.removesuffix("_bias")], "bias" if "_bias" in last else "weight"
+
+    def turned(part: Any) -> Any:
+        return part if kind == "bias" else part.T
+
     return [
-        (f"{stem}.{number}.{part}.{kind}", expert[..., column :: len(parts)].T)
+        (f"{stem}.{number}.{part}.{kind}", turned(expert[..., column :: len(parts)]))
         for number, expert in enumerate(value)
         for column, part in enumerate(parts)
     ]
