@@ -94,8 +94,8 @@ class BiasedRouter(TopKRouter):
     sent and saved as weights are. It stays fp32, as in published files.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: Any = None):
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config: TransformerConfig, **given: Any):
+        super().__init__(config=config, **given)
         bias = torch.zeros(self.num_experts, dtype=torch.float32, device=_device(config))
         self.expert_bias = nn.Parameter(bias, requires_grad=False)
 
@@ -430,6 +430,8 @@ def _mark_shards(model: GPTModel, dims: Dims) -> None:
         if name.endswith(SUFFIXES):  # they mark themselves
             continue
         kind = bind(name, 0, features=dims.features).kind
+        if kind == "replicated" and getattr(parameter, "tensor_model_parallel", False):
+            parameter.tensor_model_parallel = False  # Transformer Engine marks all of its layers
         if kind != "replicated" and not hasattr(parameter, "partition_dim"):
             stride = 2 if kind == "gate_up" else 1
             set_tensor_model_parallel_attributes(parameter, True, 1 if kind == "row" else 0, stride)
