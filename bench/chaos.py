@@ -89,6 +89,8 @@ class Ground:
             f"checkpoint_root_dir={self.place}",
             f"stages.1.trainer.total_steps={steps}",
             "stages.1.trainer.save_interval=10",
+            # the same reward, as only a worker may compute it: one that faults can hit
+            "stages.1.buffer.explorer_input.taskset.reward_fn_args={pattern:'^(.*)$'}",
             f"trainer.max_restarts={RESTARTS}",
             f"explorer.rollout_model.max_restarts={RESTARTS}",
             f"cluster.max_restarts={RESTARTS}",

@@ -10,8 +10,7 @@ JSON. One vLLM engine in one Ray actor, one thread; in every round, in turn:
     direct    in the engine's process: all prompts of the round given to its `AsyncLLM` at once;
               what comes back is only counted
     explorer  an explorer actor runs the same prompts as tasks: admission, rendering, the engine
-              pool, rewards in their process,
-              every group durable in the journal of a buffer actor before it counts
+              pool, rewards, every group durable in the journal of a buffer actor before it counts
 
 Tokens are those that the engine sampled; the clock of both begins with the first prompt and ends
 with the last answer, of the explorer's with the last acknowledged group. The bar is 0.95.
@@ -170,10 +169,10 @@ class Bench:
             "runtime_env": {"env_vars": environment},
         }
 
-        def spawn(cls: type, *given: Any) -> Any:
+        def spawn(cls: type, *given: Any, **named: Any) -> Any:
             hosting = hosted(cls, LogConfig(), computes=cls is Driven, own={}, others=[])
             gpus = int(cls is Driven and self.kind == "cuda")
-            return ray.remote(hosting).options(num_gpus=gpus, **options).remote(*given)
+            return ray.remote(hosting).options(num_gpus=gpus, **options).remote(*given, **named)
 
         if self.kind == "cuda":
             rollout = RolloutModelConfig(
@@ -206,6 +205,7 @@ class Bench:
             {"engine_0": ActorHandle(self.engine)},
             ActorHandle(buffer),
             TASKS,
+            quick_rewards=True,
         )
         ray.get(self.explorer.prepare.remote(), timeout=START_S)
 

@@ -19,7 +19,7 @@ import tempfile
 import traceback
 from typing import IO, Any
 
-from rft.ground.device import thread_environment
+from rft.ground.device import thread_environment, turns_not_inherited
 from rft.ground.experience import Record, Task, decode, encode
 from rft.ground.process import ending, kill_family, python_path, tied
 from rft.ground.surroundings import foreign
@@ -92,15 +92,16 @@ async def _process(
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output:
         stdin.write(given)
         stdin.seek(0)
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=stdin,
-            stdout=output,
-            stderr=output,
-            env=_environment(base_url, api_key),
-            start_new_session=True,
-            pass_fds=passed,
-        )
+        with turns_not_inherited():
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=stdin,
+                stdout=output,
+                stderr=output,
+                env=_environment(base_url, api_key),
+                start_new_session=True,
+                pass_fds=passed,
+            )
         try:
             code = await process.wait()
         finally:

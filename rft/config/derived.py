@@ -5,6 +5,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from rft.config.buffer import TasksetConfig
 from rft.config.schema import Config
 
 TRAINING = ("both", "train")  # modes with a trainer
@@ -47,19 +48,27 @@ ASK_JUDGES = ("remote_judge", "llm")
 JUDGES = ("OPENAI_API_KEY", "OPENAI_BASE_URL")
 
 
+def tasksets(config: Config) -> list[TasksetConfig]:
+    given = config.buffer.explorer_input
+    return [*filter(None, [given.taskset]), *given.tasksets, *given.eval_tasksets]
+
+
+def rewards(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """Name and arguments, of each set of tasks; rows that name their own count for nothing."""
+    usual = config.buffer.explorer_input.default_reward_fn_type
+    return [
+        (str(one.default_reward_fn_type or usual), one.reward_fn_args) for one in tasksets(config)
+    ]
+
+
 def variables_of_rewards(config: Config) -> list[str]:
     """Variables that this config names, or means by a default, as keys of what rewards and
     operators ask.
     """
-    given = config.buffer.explorer_input
-    sets = [*filter(None, [given.taskset]), *given.tasksets, *given.eval_tasksets]
     pipelines = config.data_processor
     operators = [*pipelines.task_pipeline.operators, *pipelines.experience_pipeline.operators]
     asked = [(str(one.name), one.args) for one in operators]
-    asked += [
-        (str(one.default_reward_fn_type or given.default_reward_fn_type), one.reward_fn_args)
-        for one in sets
-    ]
+    asked += rewards(config)
     found = [
         str(arguments[key]) for _, arguments in asked for key in KEY_ARGUMENTS if key in arguments
     ]

@@ -268,11 +268,11 @@ def yield_to_others() -> None:
 
 
 def wait_for_turn() -> None:
-    """This process, and those that it starts from now on, do not interrupt others when they wake:
-    their share of the cores stays the same, they only begin when a core is free or somebody's turn
-    is over (Linux: SCHED_BATCH). For parts that are asleep most of the time, beside an engine or a
-    rank that computes all the time and loses its caches with every interruption. No smaller share:
-    rewards, which are started from here, have only so many seconds.
+    """This process does not interrupt others when it wakes: its share of the cores stays the same,
+    it only begins when a core is free or somebody's turn is over (Linux: SCHED_BATCH). For parts
+    that are asleep most of the time, beside an engine or a rank that computes all the time and
+    loses its caches with every interruption. No smaller share: whoever waits for it may have only
+    so many seconds. What it starts is to do so inside `turns_not_inherited`.
     """
     changed: set[str] = set()
     # it is kept per thread; some may begin meanwhile
@@ -281,6 +281,23 @@ def wait_for_turn() -> None:
             with suppress(ProcessLookupError):  # it has ended
                 os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
         changed |= others
+
+
+@contextmanager
+def turns_not_inherited() -> Iterator[None]:
+    """A process that this thread starts inside takes its turns as any other does, whatever
+    `wait_for_turn` made of this one: a reward or an agent computes, and has a deadline.
+    SCHED_RESET_ON_FORK would not do it: Linux takes back real-time policies and negative niceness
+    only, a child of SCHED_BATCH stays SCHED_BATCH.
+    """
+    if not hasattr(os, "sched_getscheduler") or os.sched_getscheduler(0) != os.SCHED_BATCH:
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # of this thread alone
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def freeze_loaded() -> None:

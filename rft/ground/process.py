@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import psutil
 
-from rft.ground.device import thread_environment
+from rft.ground.device import thread_environment, turns_not_inherited
 from rft.ground.surroundings import foreign
 
 log = logging.getLogger(__name__)
@@ -371,7 +371,7 @@ class Child:
         self._socket, theirs = socket.socketpair()
         self._frames, self._come = Frames(), deque()
         self._socket.setblocking(False)
-        with theirs:
+        with theirs, turns_not_inherited():
             self._process = subprocess.Popen(
                 [*self._command, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,

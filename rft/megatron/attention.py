@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from rft.data.packing import cp_positions
+from rft.data.context_parallel import cp_positions
 from rft.data.prefixes import Computed
 from rft.ground.device import attention_dtype
 

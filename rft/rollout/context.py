@@ -136,12 +136,15 @@ class Shared:
         self.environments = Environments(self.count)
         self.endpoint: Endpoint | None = None  # where the run has one
 
-    async def load(self) -> None:
-        """Load the tokenizer, start the reward workers."""
+    async def load(self, quick: bool = False) -> None:
+        """Load the tokenizer, start the reward workers, unless all rewards that are foreseen are
+        `quick`.
+        """
         self.tokenizer = load_tokenizer(self.model)
         self.stop_token = end_of_turn(self.tokenizer, self.model.custom_chat_template)
         self.limits = TokenLimits(self.model.max_prompt_tokens or 0, self.model.max_model_len or 0)
-        await self.rewards.start()
+        if not quick:
+            await self.rewards.start()
 
     async def close(self) -> None:
         """End the endpoint, the environments and the reward workers."""

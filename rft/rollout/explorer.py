@@ -111,15 +111,22 @@ class Explorer:
         make_pipeline: Callable[[], Pipeline] | None = None,
         counts_experiences: bool = False,
         max_read_timeout: float = 1800.0,
+        quick_rewards: bool = False,
+        begins_with: int = 0,
     ):
         """`counts_experiences`: they fill a step, not groups, so that none may have more than its
         workflow says. `max_read_timeout`: the buffer's own, for what may take long there.
+        `quick_rewards`: no task is foreseen whose reward needs a process. `begins_with`: at most so
+        many tasks run at a time until as many have ended: those of a trainer's first step, which
+        would wait for those of later steps otherwise, and behind it all engines for the step. 0:
+        nobody waits for a step.
         """
         self.config = config
         self.counts_experiences = counts_experiences
         self.taskset = taskset
         self.eval_tasksets = eval_tasksets
         self.buffer = buffer
+        self.quick_rewards = quick_rewards
         self.patience_s = max_read_timeout + READ_MARGIN_S
         self.synchronizer = synchronizer  # says which engines there are, unless `engines` does
         self.api = api  # where agents reach the engines as OpenAI's API
@@ -135,7 +142,7 @@ class Explorer:
         self.put = CallBatcher(self._put, lambda: len(self.groups))
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
-        self.runners = self.pool.slots(config.runner_per_model)
+        self.runners = self.pool.slots(config.runner_per_model, begins_with)
         self.broken: asyncio.Future[None] = asyncio.get_event_loop().create_future()
         self.groups: set[asyncio.Task[None]] = set()
         self.sampling: dict[
@@ -153,12 +160,12 @@ class Explorer:
         self.phase = "starting"
 
     async def prepare(self) -> dict[str, Any]:
-        """Load the tokenizer, start the reward workers, and
+        """Load the tokenizer, start the reward workers where they are foreseen to be needed, and
         follow the engines that are admitted.
 
         One in the place of an explorer that died while it was exploring goes on with that.
         """
-        await self.shared.load()
+        await self.shared.load(self.quick_rewards)
         if self.api is not None:
             shared, model = self.shared, self.shared.model
             opened = await self.api.start(
@@ -527,7 +534,7 @@ class Explorer:
             raise
 
     async def load_weights(self, path: str, version: int) -> None:
-        """Bench mode: every engine loads a Hugging Face directory."""
+        """Bench mode: every engine loads a Hugging Face directory, or a committed save."""
         await asyncio.gather(
             *(
                 m.handle.ask(RolloutEngine.load_weights_from, path, version)

@@ -9,7 +9,8 @@
 Rewards that are pure and quick (`rft.rollout.rewards.QUICK`) of texts that are not too long run
 here, in the caller's process: a process that can be killed is for what may hang, and these cannot.
 One such group takes milliseconds at most, so the deadline, of processor time here, is looked at
-after each item.
+after each item. Where a run has no others, no worker is started: the first group that needs one
+starts them all.
 
 Invariant: every response gets exactly one result, in order, and an infrastructure failure never
 looks like a reward: the item that hung is "timeout" (time for which the worker, or this process,
@@ -250,6 +251,6 @@ def are_quick(items: Sequence[Item]) -> bool:
     """Whether all of these are quick to score, together too."""
     tasks = {id(task): task for task, *_ in items}
     return (
-        all(map(is_quick, tasks.values()))
+        all(is_quick(task.reward, task.reward_args) for task in tasks.values())
         and sum(len(i[1]) + len(i[0].truth or "") for i in items) <= QUICK_CHARACTERS
     )

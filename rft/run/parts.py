@@ -8,19 +8,21 @@ In: a stage's config, and the actors that one of them asks. Out: an `ActorSpec`,
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from typing import Generic, TypeVar
 
 from rft import config as configs
 from rft.algorithm import mixing, recipe
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.store import buffer_of
-from rft.config import AuxiliaryModelConfig, Config, ModelConfig, is_remote
+from rft.config import AuxiliaryModelConfig, Config, ModelConfig, derived, is_remote
 from rft.config.layout import versions_kept
 from rft.data.taskset import build_tasksets
 from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import EndpointFactory, Explorer, Pipeline
 from rft.rollout.pool import EngineHandle
+from rft.rollout.rewards import is_quick
 from rft.run.cards import auxiliary_name
 from rft.sync.synchronizer import Synchronizer
 
@@ -75,6 +77,7 @@ def synchronizer_spec(
         settings.kv,
         settings.receive == "direct",
         configs.checkpoint_root(config) if config.mode in ("explore", "serve") else None,
+        version=config.explorer.version if config.mode == "serve" else None,
     )
     return ActorSpec("synchronizer", "synchronizer", make)
 
@@ -111,8 +114,18 @@ def explorer_spec(
         make_pipeline=_pipeline(config),
         counts_experiences=mixing.rollouts_per_step(config) is not None,
         max_read_timeout=config.buffer.trainer_input.experience_buffer.max_read_timeout,
+        quick_rewards=are_quick(config),
+        begins_with=config.buffer.batch_size if config.mode == "both" else 0,
     )
     return ActorSpec("explorer", config.explorer.name, make)
+
+
+def are_quick(config: Config) -> bool:
+    """Whether the rewards of all tasks are, as far as the config says it: a row may name another
+    one.
+    """
+    named = any(one.format.reward_fn_key for one in derived.tasksets(config))
+    return not named and all(starmap(is_quick, derived.rewards(config)))
 
 
 def _pipeline(config: Config) -> Callable[[], Pipeline] | None:

@@ -4,11 +4,14 @@ engine's death does not.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import psutil
 import pytest
 
-from rft.config import ExplorerConfig, ModelConfig
+from rft.config import Config, ExplorerConfig, FormatConfig, ModelConfig, TasksetConfig
 from rft.ground.experience import (
     EvalResult,
     Experience,
@@ -22,10 +25,13 @@ from rft.ground.experience import (
 from rft.ground.protocols import ActorHandle
 from rft.rollout import evaluation, workflows
 from rft.rollout import explorer as exploring
-from rft.rollout.context import TokenLimits
+from rft.rollout.context import Shared, TokenLimits
 from rft.rollout.engine import EngineDied
 from rft.rollout.explorer import Explorer
+from rft.rollout.reward_pool import WORKER
 from rft.rollout.runner import AllTasksFail, GroupCancelled
+from rft.run import parts
+from rft.tools.toy import character_tokenizer
 
 
 class Remote:
@@ -490,3 +496,46 @@ def test_an_evaluation_tells_which_versions_it_was_really_of() -> None:
         "newest_version": 7,
     }
     assert evaluation.versions_of(made(), 5) == {"oldest_version": 5, "newest_version": 5}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, True),
+        ({"default_reward_fn_type": "gsm8k"}, True),
+        ({"reward_fn_args": {"pattern": "(.*)"}}, False),
+    ]
+    + [({"default_reward_fn_type": "mine.py:reward"}, False)]
+    + [({"format": FormatConfig(reward_fn_key="r")}, False)],
+)
+def test_the_config_says_whether_all_rewards_are_quick(
+    given: dict[str, Any], expected: bool
+) -> None:
+    config = Config(name="a")
+    config.buffer.explorer_input.taskset = TasksetConfig(path="t")
+    assert parts.are_quick(config)
+    config.buffer.explorer_input.eval_tasksets = [TasksetConfig(path="t", **given)]
+    assert parts.are_quick(config) == expected
+
+
+def test_no_reward_worker_is_started_before_one_is_foreseen_or_needed(tmp_path: Path) -> None:
+    character_tokenizer().save_pretrained(tmp_path)
+    task = msgspec.structs.replace(tasks(1)[0], truth="42", reward="exact_match")
+
+    def workers() -> int:
+        return sum(WORKER in one.cmdline() for one in psutil.Process().children())
+
+    async def started(quick: bool) -> list[int]:
+        settings = ExplorerConfig(runner_per_model=1, reward_workers=2)
+        shared = Shared(settings, ModelConfig(model_path=str(tmp_path)), {}, None)
+        await shared.load(quick)
+        counts = [workers()]
+        for args in ({}, {"pattern": "(.*)"}):
+            asked = msgspec.structs.replace(task, reward_args=args)
+            assert (await shared.rewards.score([(asked, "42")]))[0].outcome == "ok"
+            counts.append(workers())
+        await shared.close()
+        return [*counts, workers()]
+
+    assert asyncio.run(started(quick=True)) == [0, 0, 2, 0]
+    assert asyncio.run(started(quick=False)) == [2, 2, 2, 0]

@@ -35,6 +35,48 @@ def test_a_process_waits_with_all_its_threads_and_children_and_keeps_its_share()
     assert ended.stdout.split() == ["True", "True"], ended.stdout + ended.stderr
 
 
+STARTER = """
+import asyncio, os, sys
+from rft.ground.device import wait_for_turn
+from rft.ground.experience import Record, Task
+from rft.ground.process import Child
+from rft.rollout import sandbox
+from rft.agents.agent_process import _process
+
+SAY = "import os; print(os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0))"
+TELL = '''
+import os, socket, sys
+told = f"{os.sched_getscheduler(0)} {os.getpriority(os.PRIO_PROCESS, 0)}".encode()
+told = len(told).to_bytes(4, "little") + told
+socket.socket(fileno=int(sys.argv[1])).sendall(told)
+'''
+
+async def main():
+    wait_for_turn()
+    child = Child(command=[sys.executable, "-c", TELL])
+    child.start()
+    print((await child.receive()).decode())
+    await child.end()
+    child.kill()
+    child.reap()
+    code, said = await _process([sys.executable, "-c", SAY], b"", "", "")
+    print(said.split(": ")[1])
+    if sandbox.obstacle() is None:
+        print((await sandbox.run(SAY)).out.strip())
+    print(os.sched_getscheduler(0) == os.SCHED_BATCH)
+
+asyncio.run(main())
+"""
+
+
+def test_what_such_a_process_starts_takes_its_turns_as_others_do() -> None:
+    ended = subprocess.run([sys.executable, "-c", STARTER], capture_output=True, text=True)
+    *children, itself = ended.stdout.splitlines()
+    ordinary = f"{os.SCHED_OTHER} {os.getpriority(os.PRIO_PROCESS, 0)}"
+    assert len(children) >= 2 and set(children) == {ordinary}, ended.stdout + ended.stderr
+    assert itself == "True", "it goes on as it was"
+
+
 def test_what_is_loaded_is_passed_over_by_the_collector() -> None:
     program = (
         "import gc; from rft.ground.device import freeze_loaded; freeze_loaded(); "

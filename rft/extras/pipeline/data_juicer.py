@@ -33,6 +33,7 @@ import psutil
 
 from rft.config import DataJuicerConfig
 from rft.extras.pipeline.experience_operators import is_number
+from rft.ground.device import turns_not_inherited
 from rft.ground.experience import Experience
 from rft.ground.process import end_family, ending, family, python_path, tied
 from rft.ground.surroundings import foreign
@@ -244,7 +245,7 @@ class JuicerServer:
         words = command(self.config).format(port=port, python=shlex.quote(sys.executable))
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         token = secrets.token_hex(16)
-        with self.log_file.open("ab") as output:
+        with self.log_file.open("ab") as output, turns_not_inherited():
             self.process = subprocess.Popen(
                 tied(shlex.split(words)),
                 stdin=subprocess.DEVNULL,

@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rft.ground.experience import Task
 from rft.ground.plugins import lookup
 from rft.rollout.rewards.code import code_tests
 from rft.rollout.rewards.data_sources import own, verl
@@ -87,10 +86,10 @@ def resolve(name: str) -> RewardFunction:
     return lookup("reward", name, REWARDS)
 
 
-def is_quick(task: Task) -> bool:
-    """Whether the task's reward is one of `QUICK`, as the task calls it."""
-    function = REWARDS.get(task.reward)
-    return function in QUICK and not any(name in task.reward_args for name in QUICK[function])
+def is_quick(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a reward that is called so is one of `QUICK`."""
+    function = REWARDS.get(name)
+    return function in QUICK and not any(slow in arguments for slow in QUICK[function])
 
 
 def takes(name: str, argument: str) -> bool:

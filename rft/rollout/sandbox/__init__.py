@@ -24,6 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
+from rft.ground.device import turns_not_inherited
 from rft.ground.experience import Record
 
 CELL = str(Path(__file__).with_name("cell.py"))
@@ -81,19 +82,20 @@ async def run(program: str, stdin: str = "", limits: Limits = USUAL) -> Ran:
     """Run Python text. Raises CellError where the cell itself cannot be made."""
     read, write = os.pipe()
     try:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            "-S",
-            CELL,
-            str(write),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=EMPTY,
-            pass_fds=[write],
-            cwd="/",
-        )
+        with turns_not_inherited():
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                "-S",
+                CELL,
+                str(write),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=EMPTY,
+                pass_fds=[write],
+                cwd="/",
+            )
     except BaseException:
         os.close(read)
         raise
