@@ -26,9 +26,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from rft.megatron.model import Rotary, layer_spec
+from rft.megatron.model import block_spec
 from rft.megatron.network import Micro
 from rft.megatron.policy import Policy
+from rft.megatron.rope import Rotary
 
 
 class Bare:
@@ -36,7 +37,7 @@ class Bare:
         mesh, dims, given = policy.mesh, policy.dims, policy.optimizer.config
         config = copy.copy(policy.model[0].config)
         config.finalize_model_grads_func = finalize_model_grads
-        spec = layer_spec(config, mesh, dims, lora=None)
+        spec = block_spec(config, mesh, dims, lora=None, number=0)
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
@@ -45,7 +46,7 @@ class Bare:
             share_embeddings_and_output_weights=dims.tied,
             position_embedding_type="rope",
         )
-        model.rotary_pos_emb = Rotary()
+        model.rotary_pos_emb = Rotary(config)
         copy_weights(model, policy.model[0])
         self.ddp = DistributedDataParallel(
             config,

@@ -7,7 +7,8 @@ the training.
 In: a committed checkpoint (a path or a URL), and the model directory that the run began with: its
 config, tokenizer and template files are copied. Out: TARGET, which gets its name when everything in
 it is durable; of a run that trains an adapter (LoRA), the adapter alone, as PEFT and vLLM load it.
-No torch; a slab of rows in memory at a time, and for each an empty line on stdout, by which the
+Layers that predict further tokens, which nothing trains, are copied from the source too. No torch;
+a slab of rows in memory at a time, and for each an empty line on stdout, by which the
 agent sees that it goes on. Invariant: every byte was verified against its receipt on the way; no
 name `TARGET` without all of its files.
 """
@@ -23,12 +24,23 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
 from rft.checkpoint.sharding import MODEL, Claim
 from rft.checkpoint.storage import Disk, LocalSink, Storage, open_storage
 from rft.config import ConfigError
 from rft.ground import durable
-from rft.ground.names import ITEM_BYTES, Dims, architecture_of, hf_names, read_hf_config
+from rft.ground.names import (
+    ITEM_BYTES,
+    Dims,
+    architecture_of,
+    file_shapes,
+    fused_name,
+    hf_names,
+    is_ahead,
+    read_hf_config,
+)
 from rft.ground.process import die_with_parent
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -49,12 +61,17 @@ USAGE = "usage: python -m rft.checkpoint.export CHECKPOINT SOURCE TARGET"
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of the export. `key` is its name in the checkpoint."""
+    """One tensor of the export. `key` is its name in the checkpoint; `place`: the file of the
+    source that it is copied from instead, and where its bytes begin there; `parts`: the experts'
+    tensors that it is made of instead, expert by expert, gate before up.
+    """
 
     name: str
     key: str
     dtype: str
     shape: tuple[int, ...]
+    place: tuple[Path, int] | None = None
+    parts: tuple["Tensor", ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -82,6 +99,8 @@ def export(
     with Checkpoint(storage, path) as checkpoint:
         adapter = checkpoint.manifest.about.get("adapter")
         tensors = plan(checkpoint, hf)
+        if not adapter:
+            tensors = in_files(tensors, Dims.of(hf)) + carried(Path(source), Dims.of(hf))
         for file in checkpoint.files():
             # open now, as many as may be: retention may take the directory away meanwhile
             file.chunk(0)
@@ -136,6 +155,52 @@ def plan(checkpoint: Checkpoint, hf: dict[str, Any]) -> list[Tensor]:
     return [
         Tensor(name, MODEL + name, held[MODEL + name][0], shape) for name, shape in wanted.items()
     ]
+
+
+def in_files(tensors: list[Tensor], dims: Dims) -> list[Tensor]:
+    """Under the names that the model's files have, experts together where they have them so."""
+    if "fused" not in dims.features:
+        return tensors
+    parts: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        fused = fused_name(tensor.name)
+        parts.setdefault(fused[0] if fused else tensor.name, []).append(tensor)
+    shapes, found = file_shapes(dims, dims.family), []
+    for name, members in parts.items():
+        first = members[0]
+        alone = first.name == name
+        found.append(
+            first if alone else Tensor(name, "", first.dtype, shapes[name], parts=tuple(members))
+        )
+    return found
+
+
+def _together(tensor: Tensor, checkpoint: Checkpoint) -> Iterator[bytes]:
+    """The bytes of a tensor of all experts, one expert after the other."""
+    count = len(tensor.parts) // tensor.shape[0]
+    for at in range(0, len(tensor.parts), count):
+        arrays = [
+            checkpoint.elements(Claim(p.key, p.dtype, p.shape, (0,) * len(p.shape), p.shape, None))
+            .reshape(p.shape)
+            .T
+            for p in tensor.parts[at : at + count]
+        ]
+        yield np.stack(arrays, axis=-1).tobytes()
+
+
+def carried(source: Path, dims: Dims) -> list[Tensor]:
+    """Tensors of the source's files that are in no checkpoint."""
+    kinds = {short: name for name, short in SAFETENSORS.items()}
+    found = []
+    for path in sorted(source.glob("*.safetensors")) if dims.ahead else ():
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            fields = json.loads(file.read(size))
+        for name, field in fields.items():
+            if is_ahead(name, dims):
+                start, shape = 8 + size + field["data_offsets"][0], tuple(field["shape"])
+                found.append(Tensor(name, "", kinds[field["dtype"]], shape, (path, start)))
+    return found
 
 
 @contextlib.contextmanager
@@ -248,12 +313,29 @@ def _write(path: Path, checkpoint: Checkpoint, tensors: list[Tensor], disk: Disk
     try:
         sink.write(memoryview(head))
         for tensor in tensors:
+            if tensor.place or tensor.parts:
+                made = (
+                    _read(*tensor.place, tensor.bytes)
+                    if tensor.place
+                    else _together(tensor, checkpoint)
+                )
+                for data in made:
+                    sink.write(memoryview(data))
+                    yield len(data)
+                continue
             for claim in slabs(tensor):
                 sink.write(memoryview(checkpoint.elements(claim)).cast("B"))
                 yield claim.bytes
         sink.close()
     finally:
         sink.abort()
+
+
+def _read(path: Path, start: int, size: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(start)
+        for at in range(0, size, SLAB_BYTES):
+            yield file.read(min(SLAB_BYTES, size - at))
 
 
 def slabs(tensor: Tensor, limit: int = SLAB_BYTES) -> Iterator[Claim]:

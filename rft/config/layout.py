@@ -49,10 +49,15 @@ def _sizes(dims: Dims, megatron: MegatronConfig) -> Iterator[str]:
             f"{key} does not divide the model's {packed_rows} rows of queries, keys and values; "
             "use a smaller one"
         )
-    elif not dims.experts and dims.ffn % tp:
+    elif (not dims.experts or dims.dense) and dims.ffn % tp:
         yield (
             f"{key} does not divide the model's intermediate_size {dims.ffn}; use "
             f"{_divisors(dims.ffn)}"
+        )
+    elif dims.shared_ffn % tp:
+        yield (
+            f"{key} does not divide the width {dims.shared_ffn} of the model's shared expert; use "
+            f"{_divisors(dims.shared_ffn)}"
         )
     vpp = megatron.virtual_pipeline_model_parallel_size or 1
     if vpp > 1 and pp == 1:
@@ -93,8 +98,13 @@ def _expert_sizes(dims: Dims, megatron: MegatronConfig) -> Iterator[str]:
     if dims.expert_ffn % etp:
         yield (
             f"trainer.megatron.expert_tensor_parallel_size={etp} does not divide the model's "
-            "moe_intermediate_size "
+            f"{'' if 'w123' in dims.features else 'moe_'}intermediate_size "
             f"{dims.expert_ffn}; use {_divisors(dims.expert_ffn)}"
+        )
+    if etp > 1 and "biases" in dims.features:
+        yield (
+            f"trainer.megatron.expert_tensor_parallel_size={etp} cuts the model's experts, which "
+            "have biases that Megatron does not cut; set it to 1, and the experts' parallelism > 1"
         )
     # megatron would then reduce the experts' gradients like those of dense layers
     if etp != tp and ep == 1:
@@ -134,6 +144,12 @@ def lora_of(configs: list[LoraConfig], dims: Dims) -> Lora | None:
     """The adapter that `model.lora_configs` asks for; raises ConfigError for one that cannot be."""
     if not configs:
         return None
+    for feature, what in (("mla", "latent attention"), ("biases", "projections of gpt-oss")):
+        if feature in dims.features:
+            raise ConfigError(
+                f"model.lora_configs: {what} cannot have adapters in rft; leave it out, which "
+                "trains all weights"
+            )
     asked = configs[0]
     known = tuple(
         p

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rft.data.prefixes import Chain, chains, shared_lengths
-from rft.ground.names import num_experts
+from rft.ground.names import Dims
 
 ROUNDS_PER_GROUP = 8  # exchanges of one refinement at most
 LIGHT_GROUPS = 4  # how many are tried as partner of the heaviest
@@ -51,23 +51,24 @@ class Cost:
 
     @classmethod
     def of(cls, hf: dict[str, Any]) -> "Cost":
-        """From a Hugging Face config; every layer of a mixture counts as sparse: its router and the
-        experts of one token.
+        """From a Hugging Face config; of a mixture count the router, the experts of one token, and
+        the one that all share.
         """
-        hidden, layers = int(hf["hidden_size"]), int(hf["num_hidden_layers"])
-        heads = int(hf["num_attention_heads"])
-        groups = int(hf.get("num_key_value_heads") or heads)
-        size = int(hf.get("head_dim") or hidden // heads)
-        experts = num_experts(hf)
-        width = (
-            int(hf["moe_intermediate_size"]) * int(hf["num_experts_per_tok"])
-            if experts
-            else hf["intermediate_size"]
-        )
-        layer = 4 * hidden * size * (heads + groups) + 6 * hidden * width + 2 * hidden * experts
-        return cls(
-            float(layers * layer + 2 * hidden * hf["vocab_size"]), float(layers * 2 * heads * size)
-        )
+        dims = Dims.of(hf)
+        hidden, layers, heads, size = dims.hidden, dims.layers, dims.heads, dims.head_size
+        mixed = sum(dims.has_experts(layer) for layer in range(layers))
+        chosen = int(hf["num_experts_per_tok"]) if mixed else 0
+        attention = 4 * hidden * size * (heads + dims.groups)
+        if "mla" in dims.features:
+            names = ("q_a_proj", "q_b_proj") if dims.latent.query else ("q_proj",)
+            names += ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+            shapes = [dims.latent.shape(f"{name}.weight", dims) for name in names]
+            attention = 2 * sum(rows * columns for rows, columns in shapes)
+        gate = 2 * hidden * ("gated_shared" in dims.features)
+        experts = 6 * hidden * (dims.expert_ffn * chosen + dims.shared_ffn) + gate
+        linear = layers * attention + (layers - mixed) * 6 * hidden * dims.ffn
+        linear += mixed * (experts + 2 * hidden * dims.experts) + 2 * hidden * dims.vocab
+        return cls(float(linear), float(layers * heads * (size + dims.value_size)))
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
         found: np.ndarray = lengths * (self.linear + self.attention * lengths)

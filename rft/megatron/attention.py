@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from rft.data.context_parallel import cp_positions
@@ -40,6 +41,8 @@ class PaddedBatch:
     # bool [b, 1, Lq, Lk], or what is added to the scores; None: plain causal
     mask: Tensor | None
     shape: tuple[int, int, int]  # b, Lq, Lk
+    # the same for layers that see a window of the last tokens; None: it is no narrower than these
+    windowed: Tensor | None = None
 
 
 @dataclass
@@ -68,8 +71,12 @@ class KernelPacking:
     keys: Tensor | None
 
 
-def plan(computed: Computed, cp_rank: int, cp: int, device: torch.device) -> dict[str, Any]:
-    """`batches` and `gather` of a `Packing` for the tokens that this rank computes."""
+def plan(
+    computed: Computed, cp_rank: int, cp: int, device: torch.device, window: int | None = None
+) -> dict[str, Any]:
+    """`batches` and `gather` of a `Packing` for the tokens that this rank computes. `window`: how
+    many tokens a query sees in layers that have one, itself included.
+    """
     bounds = computed.bounds
     starts, sizes = bounds[:-1].astype(np.int64), np.diff(bounds).astype(np.int64)
     reach = np.diff(computed.key_bounds).astype(np.int64)
@@ -83,20 +90,26 @@ def plan(computed: Computed, cp_rank: int, cp: int, device: torch.device) -> dic
         queries = np.where(used, starts[chosen, None] + slots, starts[chosen, None])
         gather[queries[used]] = done + np.flatnonzero(used)
         done += used.size
-        keys, mask = queries, None
+        keys, mask, windowed = queries, None, None
+        narrow = window is not None and int(reach[chosen].max()) * cp > window
         if cp > 1:
-            keys, allowed = _cp_keys(queries, used, sizes[chosen], computed.length, cp_rank, cp)
-            mask = torch.from_numpy(allowed[:, None]).to(device)
+            keys, apart = _cp_keys(queries, used, sizes[chosen], computed.length, cp_rank, cp)
+            mask = _allowed(apart >= 0, used, device)
+            windowed = _allowed((apart >= 0) & (apart < window), used, device) if narrow else None
         elif computed.source is not None:
             keys = _path_keys(computed.source, computed.key_bounds[chosen], reach[chosen])
             if (sizes[chosen] < reach[chosen]).any():
                 mask = _behind(reach[chosen] - sizes[chosen], width, keys.shape[1], device)
+        if narrow and cp == 1:
+            before = reach[chosen] - sizes[chosen]
+            windowed = _behind(before, width, keys.shape[1], device, window)
         batches.append(
             PaddedBatch(
                 queries=torch.from_numpy(queries.reshape(-1)).to(device),
                 keys=torch.from_numpy(keys.reshape(-1)).to(device),
                 mask=mask,
                 shape=(len(chosen), width, keys.shape[1]),
+                windowed=windowed,
             )
         )
     gather[gather < 0] = done
@@ -122,13 +135,17 @@ def _path_keys(source: np.ndarray, starts: np.ndarray, reach: np.ndarray) -> np.
     return found
 
 
-def _behind(before: np.ndarray, rows: int, columns: int, device: torch.device) -> Tensor:
+def _behind(
+    before: np.ndarray, rows: int, columns: int, device: torch.device, window: int | None = None
+) -> Tensor:
     """What is added to the scores [b, 1, rows, columns] of queries that come behind `before` keys:
-    0, or -inf for keys behind the query's own.
+    0, or -inf for keys behind the query's own, and for those that its window has left.
     """
     keys = torch.arange(columns, device=device)
     last = torch.from_numpy(before).to(device)[:, None] + torch.arange(rows, device=device)
     hidden = keys > last[..., None]
+    if window is not None:  # slots without a token see the last keys, or their softmax were NaN
+        hidden |= keys <= last.clamp(max=columns - 1)[..., None] - window
     mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
     return mask[:, None]
 
@@ -136,11 +153,10 @@ def _behind(before: np.ndarray, rows: int, columns: int, device: torch.device) -
 def _cp_keys(
     queries: np.ndarray, used: np.ndarray, sizes: np.ndarray, length: int, cp_rank: int, cp: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys of all ranks side by side [b, cp * Lq] and which of them each query may see [b, Lq, cp *
-    Lq].
+    """Keys of all ranks side by side [b, cp * Lq] and how far before each query they stand [b, Lq,
+    cp * Lq], below 0 for those that come later or are padding.
 
-    Gathered token j of rank r stands at r * length + j. A query without a token sees key 0, or its
-    softmax would be NaN.
+    Gathered token j of rank r stands at r * length + j.
     """
     width = queries.shape[1]
     positions = np.zeros((cp, len(sizes), width), dtype=np.int64)
@@ -151,9 +167,13 @@ def _cp_keys(
     key_positions = np.concatenate(
         [np.where(used, positions[rank], 1 << 40) for rank in range(cp)], axis=1
     )
-    mask = key_positions[:, None, :] <= positions[cp_rank][:, :, None]
+    return keys, positions[cp_rank][:, :, None] - key_positions[:, None, :]
+
+
+def _allowed(mask: np.ndarray, used: np.ndarray, device: torch.device) -> Tensor:
+    """A query without a token sees key 0, or its softmax would be NaN."""
     mask[:, :, 0] |= ~used
-    return keys, mask
+    return torch.from_numpy(mask[:, None]).to(device)
 
 
 class BehindPrefix(enum.Enum):
@@ -187,28 +207,39 @@ class KernelAttention(nn.Module):
     ) -> Tensor:
         thd = packed_seq_params.thd
         assert thd is not None
-        key, value, kind = key.squeeze(1), value.squeeze(1), attn_mask_type
+        query, key, value = (one.view(len(one), *one.shape[-2:]) for one in (query, key, value))
+        kind = attn_mask_type
         if thd.keys is not None:
             key, value = key.index_select(0, thd.keys), value.index_select(0, thd.keys)
             kind = BehindPrefix.padding_causal_bottom_right
-        out = self.kernel(query.squeeze(1), key, value, None, kind, packed_seq_params=thd.sequences)
+        out = self.kernel(query, key, value, None, kind, packed_seq_params=thd.sequences)
         return out.reshape(len(out), 1, -1)
 
 
 class PackedAttention(nn.Module):
-    """megatron's core_attention: query [T, 1, heads, d], key and value
-    [T, 1, groups, d] -> [T, 1, heads * d].
+    """megatron's core_attention: query [T, 1, heads, d], key [T, 1, groups, d] and value [T, 1,
+    groups, e] -> [T, 1, heads * e].
     """
 
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int,
         softmax_scale: float | None = None,
         pg_collection: Any = None,
         **_: Any,
     ):
         super().__init__()
         self.scale = softmax_scale
+        self.is_windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.sinks = config.softmax_type == "learnable"
+        if self.sinks:  # under megatron's name
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = "cpu" if config.use_cpu_initialization else None
+            empty = torch.empty(heads, dtype=config.params_dtype, device=device)
+            self.softmax_offset = nn.Parameter(empty)
         self.cp_group = pg_collection.cp
         self.cp = config.context_parallel_size
 
@@ -221,14 +252,22 @@ class PackedAttention(nn.Module):
         packed_seq_params: Packing,
         **_: Any,
     ) -> Tensor:
-        tokens, _, heads, size = query.shape
+        # latent attention has left out the dimension of 1
+        q, k, v = (each.view(len(each), *each.shape[-2:]) for each in (query, key, value))
+        tokens, heads, size = len(q), q.shape[1], v.shape[2]
         # padding only: 0, but connected, so that backward runs on every rank alike
         if not packed_seq_params.batches:
-            return (query * 0).view(tokens, 1, heads * size) + 0 * (key.sum() + value.sum())
-        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+            nothing = (q[..., :1] * 0).expand(tokens, heads, size).reshape(tokens, 1, -1)
+            return nothing + 0 * (sum(p.sum() for p in self.parameters()) + key.sum() + value.sum())
         if self.cp > 1:
-            both = torch.cat([k, v], dim=1).contiguous()
-            k, v = gather_from_sequence_parallel_region(both, group=self.cp_group).chunk(2, dim=1)
+            both = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+            widths = k.shape[1] * k.shape[2], v.shape[1] * size
+            k, v = (
+                part.unflatten(1, (k.shape[1], -1))
+                for part in gather_from_sequence_parallel_region(both, group=self.cp_group).split(
+                    widths, dim=1
+                )
+            )
         outputs = [self._attend(q, k, v, batch) for batch in packed_seq_params.batches]
         outputs.append(q.new_zeros(1, heads * size))
         gather = packed_seq_params.gather
@@ -237,21 +276,47 @@ class PackedAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: PaddedBatch) -> Tensor:
         b, rows, columns = batch.shape
-        heads, groups, size = q.shape[1], k.shape[1], q.shape[2]
-        query = q.index_select(0, batch.queries).view(b, rows, heads, size).transpose(1, 2)
-        key = k.index_select(0, batch.keys).view(b, columns, groups, size).transpose(1, 2)
-        value = v.index_select(0, batch.keys).view(b, columns, groups, size).transpose(1, 2)
+        heads, groups = q.shape[1], k.shape[1]
+        query = q.index_select(0, batch.queries).view(b, rows, heads, -1).transpose(1, 2)
+        key = k.index_select(0, batch.keys).view(b, columns, groups, -1).transpose(1, 2)
+        value = v.index_select(0, batch.keys).view(b, columns, groups, -1).transpose(1, 2)
         dtype = attention_dtype(q)
-        out = F.scaled_dot_product_attention(
-            query.to(dtype),
-            key.to(dtype),
-            value.to(dtype),
-            attn_mask=_of_type(batch.mask, dtype),
-            is_causal=batch.mask is None,
-            scale=self.scale,
-            enable_gqa=heads != groups,
+        windowed = self.is_windowed and batch.windowed is not None
+        mask = batch.windowed if windowed else batch.mask
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        mask = _of_type(mask, dtype)
+        if self.sinks:
+            out = self._with_sinks(query, key, value, mask)
+        else:
+            out = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.scale,
+                enable_gqa=heads != groups,
+            )
+        return out.to(q.dtype).transpose(1, 2).reshape(b * rows, -1)
+
+    def _with_sinks(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """A head's sink is the score of one more key, whose value is 0: queries have one more
+        number, 1, which meets it there and 0 in all other keys.
+        """
+        b, heads, rows, size = query.shape
+        scale, times = self.scale or size**-0.5, heads // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        sink = (self.softmax_offset.to(query.dtype) / scale).view(1, heads, 1, 1)
+        own = F.pad(sink, (size, 0)).expand(b, -1, -1, -1)
+        if mask is None:
+            mask = query.new_ones(1, 1, rows, key.shape[2], dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(
+            F.pad(query, (0, 1), value=1.0),
+            torch.cat([F.pad(key, (0, 1)), own], dim=2),
+            F.pad(value, (0, 0, 0, 1)),
+            attn_mask=F.pad(mask, (0, 1), value=mask.dtype == torch.bool),
+            scale=scale,
         )
-        return out.to(q.dtype).transpose(1, 2).reshape(b * rows, heads * size)
 
 
 def _of_type(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -169,6 +169,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
             module, "te_general_gemm"
         ):
             module.te_general_gemm = None  # type: ignore[attr-defined]  # the router asks for it without checking for TE
+        elif module.__name__ == PREFIX + ".transformer.multi_latent_attention":
+            # it says that it has TE wherever megatron's own stand-ins for it can be imported
+            module.HAVE_TE = False  # type: ignore[attr-defined]
 
 
 class _Finder:

@@ -114,7 +114,8 @@ def add_adapters(layer: Any, lora: Lora, dims: Dims, place: Place) -> None:
     parents |= dict.fromkeys(("linear_fc1", "linear_fc2"), "mlp")
     for name in lora.layers:
         inner = submodules(getattr(layer, parents[name]))
-        bound = bind(f"decoder.layers.0.{parents[name]}.{name}.weight", 0)
+        full = f"decoder.layers.0.{parents[name]}.{name}.weight"
+        bound = bind(full, 0, features=dims.features)
         own: dict[str, Any] = {"lora": lora}
         if bound.kind != "row":
             own |= {"parts": len(bound.hf), "segments": place.segments(bound, dims)}

@@ -7,11 +7,11 @@ Transformer Engine's, taken on CUDA where it is installed. Weights are uninitial
 of them under sequence parallel): `logprobs` multiplies them with `output_weight`, tile by tile.
 """
 
-import math
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -20,16 +20,20 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
+    RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from rft.data.prefixes import Computed
 from rft.ground.adapters import SUFFIXES, Lora
-from rft.ground.names import SUPPORTED, Dims, architecture_of, bind, rope_of
+from rft.ground.families import rope_of, sums_to_one, window_of, windowed
+from rft.ground.names import Dims, Latent, bind
 from rft.megatron.attention import (
     KernelAttention,
     KernelPacking,
@@ -39,8 +43,9 @@ from rft.megatron.attention import (
 )
 from rft.megatron.elementwise import gated, root_mean_square
 from rft.megatron.kernels import WGRAD, fused, uses_transformer_engine
-from rft.megatron.lora_layers import add_adapters
+from rft.megatron.lora_layers import add_adapters, submodules
 from rft.megatron.mesh import Mesh
+from rft.megatron.rope import Rotary, inverse_frequencies, scale_yarn
 
 
 class Norm(nn.Module):
@@ -71,22 +76,50 @@ class Gated(nn.Module):
         return gated(both)
 
 
-class Rotary(nn.Module):
-    """Stands in for megatron's rotary embedding: angles of exactly the tokens of a microbatch, by
-    their positions.
+class WholeLinear(nn.Module):
+    """In place of latent attention's projections to low ranks, whole on every shard.
 
-    megatron's own walks over the packed sequences in Python, twice per layer. GPTModel calls the
-    two methods below in this order and passes what the first returns to the second.
+    megatron cuts them by columns where there is no Transformer Engine, and then sums no gradient of
+    the rotated key that all heads share. The mark makes it sum that of a sequence-parallel rank.
     """
 
-    def get_rotary_seq_len(
-        self, _context: Any, _decoder: Any, _input: Any, _config: Any, packing: Packing
-    ) -> Packing:
-        return packing
+    def __init__(self, config: TransformerConfig, rows: int):
+        super().__init__()
+        size = (rows, config.hidden_size)
+        self.weight = nn.Parameter(
+            torch.empty(size, dtype=config.params_dtype, device=_device(config))
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, packing: Packing, **_: Any) -> Tensor:
-        assert packing.frequencies is not None
-        return packing.frequencies
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        return nn.functional.linear(input_, self.weight), None
+
+
+class BiasedRouter(TopKRouter):
+    """Chooses experts by score + correction bias, and weighs them by score alone.
+
+    The bias is a parameter that no gradient changes, and not megatron's buffer: so it is loaded,
+    sent and saved as weights are. It stays fp32, as in published files.
+    """
+
+    def __init__(self, config: TransformerConfig, **given: Any):
+        super().__init__(config=config, **given)
+        bias = torch.zeros(self.num_experts, dtype=torch.float32, device=_device(config))
+        self.expert_bias = nn.Parameter(bias, requires_grad=False)
+
+
+class CopyingRow(RowParallelLinear):
+    """An expert's second layer, where it has a bias: megatron adds that in place, to what may be a
+    view that autograd lets nobody change, and marks it for sums over ranks that have other experts.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.bias.sequence_parallel = False  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -160,8 +193,7 @@ def transformer_config(
     """The fields of megatron's config that this model and mesh decide; everything random is off,
     and everything fused but for what Transformer Engine's layers have, unless in `more`.
     """
-    dims, features = Dims.of(hf), SUPPORTED[architecture_of(hf)]
-    on_cpu = mesh.device.kind == "cpu"
+    dims, window, on_cpu = Dims.of(hf), window_of(hf), mesh.device.kind == "cpu"
     fields: dict[str, Any] = dict(
         num_layers=dims.layers,
         hidden_size=dims.hidden,
@@ -171,9 +203,12 @@ def transformer_config(
         ffn_hidden_size=dims.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=float(hf["rms_norm_eps"]),
-        qk_layernorm="qk_norm" in features,
+        qk_layernorm=not dims.features.isdisjoint(("qk_norm", "mla")),
         add_bias_linear=False,
-        add_qkv_bias="qkv_bias" in features,
+        add_qkv_bias="qkv_bias" in dims.features,
+        window_size=(window - 1, 0) if window else None,  # how many before a query it sees
+        window_attn_skip_freq=windowed(hf),
+        softmax_type="learnable" if "sinks" in dims.features else "vanilla",
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         hidden_dropout=0.0,
@@ -208,8 +243,33 @@ def transformer_config(
         fields |= fused(experts=bool(dims.experts))
     elif not dims.experts and not more.get("bias_activation_fusion"):
         fields["use_te_activation_func"] = True  # that of the specification: `Gated`
+    if "biases" in dims.features:
+        fields |= {"add_bias_linear": True, "activation_func": quick_gelu, "glu_linear_offset": 1.0}
+        fields["activation_func_clamp_value"] = float(hf.get("swiglu_limit") or 7.0)
+    made = MLATransformerConfig if "mla" in dims.features else TransformerConfig
+    fields |= _latent(hf, dims.latent) if "mla" in dims.features else {}
     # never here: see `kernels.fuse_weight_gradients`
-    return TransformerConfig(**(fields | more | {WGRAD: False}))
+    config = made(**(fields | more | {WGRAD: False}))
+    scale_yarn(config, hf)
+    return config
+
+
+def _latent(hf: dict[str, Any], latent: Latent) -> dict[str, Any]:
+    """Sizes, and how yarn scales the softmax."""
+    rope = rope_of(hf)
+    has_yarn = rope["rope_type"] == "yarn"
+    return {
+        "q_lora_rank": latent.query or None,
+        "kv_lora_rank": latent.key_value,
+        "qk_head_dim": latent.nope,
+        "qk_pos_emb_head_dim": latent.rope,
+        "v_head_dim": latent.value,
+        "rope_type": "yarn" if has_yarn else "rope",
+        "rotary_scaling_factor": float(rope["factor"]) if has_yarn else 1.0,
+        "mscale_all_dim": float(rope.get("mscale_all_dim") or 0.0),
+        # megatron's kernel for latent attention computes angles by itself
+        "apply_rope_fusion": False,
+    }
 
 
 def _experts(hf: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -224,7 +284,11 @@ def _experts(hf: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         "moe_ffn_hidden_size": dims.expert_ffn,
         "moe_router_topk": int(hf["num_experts_per_tok"]),
         # after the choice: their sum is 1
-        "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+        "moe_router_pre_softmax": not sums_to_one(hf),
+        **(_sigmoid(hf) if "sigmoid" in dims.features else {}),
+        "moe_layer_freq": [int(dims.has_experts(layer)) for layer in range(dims.layers)],
+        "moe_shared_expert_intermediate_size": dims.shared_ffn or None,
+        "moe_shared_expert_gate": "gated_shared" in dims.features,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": uses_transformer_engine(mesh.device),
@@ -235,22 +299,61 @@ def _experts(hf: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def layer_spec(
-    config: TransformerConfig, mesh: Mesh, dims: Dims, lora: Lora | None
-) -> ModuleSpec | TransformerBlockSubmodules:
-    if uses_transformer_engine(mesh.device):
-        engine = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-        engine.submodules.self_attention.submodules.core_attention = KernelAttention
-        if lora:
-            add_adapters(engine.submodules, lora, dims, mesh.place)
-        return engine
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+def _sigmoid(hf: dict[str, Any]) -> dict[str, Any]:
+    """Scores that are divided by the sum of the chosen ones and scaled, those chosen from a few
+    groups of experts.
+    """
+    groups = int(hf.get("n_group") or 1)
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor") or 1.0),
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": int(hf["topk_group"]) if groups > 1 else None,
+    }
+
+
+def block_spec(
+    config: TransformerConfig, mesh: Mesh, dims: Dims, lora: Lora | None, number: int
+) -> TransformerBlockSubmodules:
+    """Of part `number` of this pipeline stage."""
+    with_engine = uses_transformer_engine(mesh.device)
+    first = get_transformer_layer_offset(config, vp_stage=number if mesh.vpp > 1 else None)
+    mixed = [
+        dims.has_experts(first + layer) for layer in range(config.num_layers // mesh.pp // mesh.vpp)
+    ]
+    made = _engine_layer if with_engine else _own_layer
+    kinds = {kind: made(config, kind) for kind in set(mixed)}
+    if "sigmoid" in dims.features and True in kinds:
+        submodules(kinds[True].submodules.mlp).router = BiasedRouter
+    if "biases" in dims.features and not with_engine:
+        submodules(submodules(kinds[True].submodules.mlp).experts).linear_fc2 = CopyingRow
+    for layer in kinds.values() if lora else ():
+        add_adapters(layer.submodules, lora, dims, mesh.place)
+    # The block takes its final norm from here; given only layer specs it would take torch's, which
+    # refuses sequence parallel.
+    return TransformerBlockSubmodules(
+        layer_specs=[kinds[kind] for kind in mixed],
+        layer_norm=LayerNormImpl if with_engine else Norm,
+    )
+
+
+def _engine_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    """Of Transformer Engine's modules."""
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+    layer.submodules.self_attention.submodules.core_attention = KernelAttention
+    return layer
+
+
+def _own_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
     parts = layer.submodules
@@ -260,14 +363,10 @@ def layer_spec(
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = Norm
-    if lora:
-        add_adapters(parts, lora, dims, mesh.place)
-    # The block takes its final norm from here; given only a layer spec it would take torch's, which
-    # refuses sequence parallel.
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * (config.num_layers // mesh.pp // mesh.vpp), layer_norm=Norm
-    )
+        attention.q_layernorm = Norm
+        other = "kv_layernorm" if config.multi_latent_attention else "k_layernorm"
+        setattr(attention, other, Norm)
+    return layer
 
 
 def build(
@@ -299,7 +398,7 @@ def _part(
     dims = Dims.of(hf)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, mesh, dims, lora),
+        transformer_layer_spec=block_spec(config, mesh, dims, lora, number),
         vocab_size=dims.padded_vocab(mesh.tp),
         max_sequence_length=int(hf["max_position_embeddings"]),
         pre_process=mesh.is_first_stage and number == 0,
@@ -312,63 +411,57 @@ def _part(
     )
     if model.post_process:
         model.output_layer = ValueHead(config) if is_critic else OutputLayer(model.output_layer)
-    _mark_shards(model)
+    if "mla" in dims.features:
+        _replace_latent(model, dims.latent)
+    _mark_shards(model, dims)
     frequencies = inverse_frequencies(hf).to(mesh.device.torch)
-    model.rotary_pos_emb = Rotary()
+    model.rotary_pos_emb = Rotary(config)
     model.inverse_frequencies = frequencies
     return model.to(device=mesh.device.torch)
 
 
-def _mark_shards(model: GPTModel) -> None:
+def _replace_latent(model: GPTModel, latent: Latent) -> None:
+    """megatron takes no other classes than its own for these, so they are put there afterwards."""
+    rows = {
+        "linear_q_down_proj": latent.query,
+        "linear_kv_down_proj": latent.key_value + latent.rope,
+    }
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        attention.rotary_pos_emb = Rotary(attention.config)
+        for name, size in rows.items():
+            if isinstance(getattr(attention, name, None), ColumnParallelLinear):
+                setattr(attention, name, WholeLinear(attention.config, size))
+
+
+def _mark_shards(model: GPTModel, dims: Dims) -> None:
     """megatron marks weights as tensor-parallel only where it also initialises them; unmarked ones
     would count as copies on all but the first rank, and the gradient norm would miss their shards.
     """
     for name, parameter in model.named_parameters():
         if name.endswith(SUFFIXES):  # they mark themselves
             continue
-        kind = bind(name, 0).kind
+        kind = bind(name, 0, features=dims.features).kind
+        if kind == "replicated" and getattr(parameter, "tensor_model_parallel", False):
+            parameter.tensor_model_parallel = False  # Transformer Engine marks all of its layers
         if kind != "replicated" and not hasattr(parameter, "partition_dim"):
             stride = 2 if kind == "gate_up" else 1
             set_tensor_model_parallel_attributes(parameter, True, 1 if kind == "row" else 0, stride)
-
-
-def inverse_frequencies(hf: dict[str, Any]) -> Tensor:
-    """Rotary inverse frequencies [d/2] of the `rope_parameters`, as transformers computes them."""
-    rope, size = rope_of(hf), Dims.of(hf).head_size
-    inverse = 1.0 / (
-        float(rope["rope_theta"]) ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
-    )
-    if rope["rope_type"] == "linear":
-        return inverse / float(rope["factor"])
-    if rope["rope_type"] == "llama3":
-        return _llama3(inverse, rope)
-    return inverse
-
-
-def _llama3(inverse: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
-    factor, low, high = (float(rope[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    context = float(rope["original_max_position_embeddings"])
-    wavelength = 2 * math.pi / inverse
-    smooth = (context / wavelength - low) / (high - low)
-    between = (1 - smooth) * inverse / factor + smooth * inverse
-    stretched = torch.where(wavelength > context / low, inverse / factor, inverse)
-    is_between = (wavelength >= context / high) & (wavelength <= context / low)
-    return torch.where(is_between, between, stretched)
 
 
 def packing_of(computed: Computed, model: GPTModel, mesh: Mesh) -> Packing:
     """What every layer must know about a microbatch (already sliced for this context-parallel
     rank).
     """
-    device = mesh.device.torch
+    device, size = mesh.device.torch, model.config.window_size
+    window = size[0] + 1 if size else None
     positions = computed.positions.astype(np.float32)
     positions[int(computed.bounds[-1]) :] = 0
     angles = torch.outer(mesh.device.bring(positions), model.inverse_frequencies)
     planned = (
         {"thd": _te_packing(computed, mesh)}
         if uses_transformer_engine(mesh.device)
-        else plan(computed, mesh.cp_rank, mesh.cp, device)
+        else plan(computed, mesh.cp_rank, mesh.cp, device, window)
     )
     return Packing(
         qkv_format="rows",

@@ -26,6 +26,7 @@ from rft.data.context_parallel import cp_index, slice_cp
 from rft.data.packing import Packed, empty, multiple_of
 from rft.data.prefixes import Computed, computed_of
 from rft.ground.device import default_dtype, torch_dtype
+from rft.ground.errors import ConfigError
 from rft.ground.names import Dims, read_hf_config
 from rft.megatron import kernels, overrides, weights
 from rft.megatron import model as models
@@ -80,6 +81,11 @@ class Network:
         self.lora = lora_of(lora_configs or [], self.dims)
         if not kernels.uses_transformer_engine(mesh.device):
             overrides.refuse_transformer_engine(trainer, "rft's own layers are used here")
+            if "mla" in self.dims.features and mesh.device.kind != "cpu":
+                raise ConfigError(
+                    "model.model_path: on a GPU Megatron computes latent attention with "
+                    "Transformer Engine only, which is not installed (docs/install.md)"
+                )
         self.model = models.build(
             self.hf_config, mesh, torch_dtype(self.dtype), more, self.is_critic, self.lora
         )

@@ -33,12 +33,15 @@ def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
     """Model parameters that are trained, fp32 masters where they are memory of their own, and
     Adam's moments; SGD has none.
 
-    What is frozen (the model under an adapter) is in the files that it came from.
+    What is frozen under an adapter is in the files that it came from; without one, what is frozen
+    (a router's correction bias) belongs to the model.
     """
+    has_adapter = any(shard.is_adapter for shard in shards)
     by_parameter = {id(shard.parameter): shard for shard in shards}
     listed = []
     for shard in shards:
-        for segment in shard.segments if shard.parameter.requires_grad else []:
+        kept = shard.parameter.requires_grad or not has_adapter
+        for segment in shard.segments if kept else []:
             listed.append(
                 _piece("model", shard, segment, _cut(shard.parameter.detach(), segment), None)
             )

@@ -28,8 +28,11 @@ from rft.ground.names import (
     ShardSlice,
     architecture_of,
     bind,
+    file_shapes,
+    fused_name,
     hf_names,
     hf_shape,
+    is_ahead,
 )
 from rft.ground.protocols import Block
 from rft.megatron.lora_layers import deltas, initial_A
@@ -91,7 +94,7 @@ def shards(model: Sequence[nn.Module], dims: Dims, place: Place) -> list[Shard]:
 def _shard(name: str, parameter: nn.Parameter, first_layer: int, dims: Dims, place: Place) -> Shard:
     layer, dot, last = name.rpartition(".")
     if dot + last in SUFFIXES:
-        base = bind(f"{layer}.weight", first_layer)
+        base = bind(f"{layer}.weight", first_layer, features=dims.features)
         rank = (
             parameter.shape[1]
             if last == "lora_B"
@@ -99,7 +102,7 @@ def _shard(name: str, parameter: nn.Parameter, first_layer: int, dims: Dims, pla
         )
         held = adapter(last, base, dims, place, rank)
         return Shard(parameter, held.bound, held.shapes, held.segments, False)
-    bound = bind(name, first_layer, place.first_expert(dims))
+    bound = bind(name, first_layer, place.first_expert(dims), dims.features)
     shapes = tuple(
         hf_shape(bound.kind, part, hf_name, dims) for part, hf_name in enumerate(bound.hf)
     )
@@ -130,10 +133,12 @@ class HFReader:
 
     def _check(self, path: str | Path, hf: dict[str, Any]) -> None:
         dims = Dims.of(hf)
-        wanted = hf_names(dims, architecture_of(hf))
+        wanted = file_shapes(dims, architecture_of(hf))
         missing = [name for name in wanted if name not in self._where]
         extra = [
-            name for name in self._where if name not in wanted and not name.endswith(IGNORED_SUFFIX)
+            name
+            for name in self._where
+            if name not in wanted and not name.endswith(IGNORED_SUFFIX) and not is_ahead(name, dims)
         ]
         if dims.tied:
             extra = [name for name in extra if name != "lm_head.weight"]
@@ -157,12 +162,19 @@ class HFReader:
             )
 
     def read(self, name: str, segment: ShardSlice) -> Tensor:
-        view = self._where[name].get_slice(name)
+        fused = None if name in self._where else fused_name(name)
+        view = self._expert(*fused) if fused else self._where[name].get_slice(name)
         return (
             view[segment.start : segment.stop]
             if segment.dim == 0
             else view[:, segment.start : segment.stop]
         )
+
+    def _expert(self, name: str, expert: int, part: str) -> Tensor:
+        """Out of the tensor of all experts."""
+        one = self._where[name].get_slice(name)[expert]
+        own = one if part == "down" else one[..., part == "up" :: 2]
+        return own.mT if own.ndim > 1 else own
 
 
 def _listed(names: list[str]) -> str:

@@ -34,7 +34,7 @@ from rft.ground.device import tile_columns
 from rft.ground.names import (
     DTYPES,
     ITEM_BYTES,
-    SUPPORTED,
+    WHOLE,
     Dims,
     architecture_of,
     hf_names,
@@ -182,10 +182,12 @@ def layer_bytes(hf: dict[str, Any], item: int, on_cpu: bool) -> tuple[int, int]:
     """(hidden states, which tensor parallelism cuts only together with sequence parallelism;
     everything else) of a token in one layer, kept for its backward pass: see above.
     """
-    dims, normed = Dims.of(hf), "qk_norm" in SUPPORTED[architecture_of(hf)]
+    dims = Dims.of(hf)
+    normed = "qk_norm" in dims.features
     q, k = dims.heads * dims.head_size, dims.groups * dims.head_size
     chosen = int(hf["num_experts_per_tok"]) if dims.experts else 0
-    wide = dims.expert_ffn * chosen if dims.experts else dims.ffn
+    wide = dims.expert_ffn * chosen + dims.shared_ffn if dims.experts else dims.ffn
+    wide += max(0, dims.ffn - wide) * len(dims.dense) // dims.layers
     sent = 2 * item * dims.hidden * chosen
     if on_cpu:
         normed_more = 3 * item * q + 5 * k if normed else 0
@@ -231,7 +233,7 @@ class Tensors:
     """Those of a model that are cut and copied alike."""
 
     expert: bool
-    matrix: bool  # vectors are whole on every tensor-parallel rank
+    cut: bool  # others are whole on every tensor-parallel rank, like vectors
     layered: bool
     head: bool  # as large as the embedding, and, where there are stages, never on its own
 
@@ -245,7 +247,8 @@ def numbers(dims: Dims, architecture: str, lora: Lora | None = None) -> Numbers:
     shapes = adapter_names(dims, architecture, lora) if lora else hf_names(dims, architecture)
     found: Numbers = Counter()
     for name, shape in shapes.items():
-        kind = Tensors(is_expert(name), len(shape) > 1, ".layers." in name, name == HEAD)
+        cut = len(shape) > 1 and name.split(".")[-2] not in WHOLE
+        kind = Tensors(is_expert(name), cut, ".layers." in name, name == HEAD)
         found[kind] += prod(shape)
     return found
 
@@ -262,7 +265,7 @@ def held(numbers: Numbers, config: Config, once: bool = False) -> int:
     for kind, number in numbers.items():
         if pp > 1 and kind.head:
             continue
-        cut = experts if kind.expert else tp if kind.matrix else 1
+        cut = experts if kind.expert else tp if kind.cut else 1
         copies = max(1, ranks // (experts if kind.expert else tp) // pp) if once else 1
         found += number // cut // copies // (pp if kind.layered else 1)
     return found

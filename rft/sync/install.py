@@ -49,6 +49,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from rft.ground import device as devices
 from rft.ground.experience import decode
+from rft.ground.families import SUPPORTED
 from rft.ground.process import NamedThread
 from rft.ground.rounds import (
     BROKEN,
@@ -71,7 +72,7 @@ from rft.rollout.worker_channel import Hello, StageOrder, StageReport
 from rft.sync import lora
 from rft.sync.connection import PeerConnection, PeerLost, PeerRefused, own_address
 from rft.sync.links import LinkSide, join_links
-from rft.sync.loading import in_layer_order
+from rft.sync.loading import expert_by_expert, in_layer_order
 from rft.sync.plan import WHOLE, Share
 from rft.sync.readers import HandedBuckets, SavedWeights, WeightReader, file_tensors
 from rft.sync.receiver import Receiver
@@ -129,7 +130,8 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.follows = False  # what is loaded is that
         self.tied = tied_layers(model)
         self.experts = expert_methods(model) if device.type == "cpu" else []
-        self.together = has_all_experts(model)
+        self.fused = reads_fused(vllm_config)
+        self.together = has_all_experts(model) and not self.fused
 
     def state(self) -> WorkerState:
         """Asked for by the engine actor after every round."""
@@ -290,14 +292,17 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.mixed or not self.follows:
             self.receiver.changed = None
         changed = self.receiver.changed
-        return None if changed is None or self.experts else self.layers.chosen(changed)
+        whole = changed is None or self.experts or self.fused
+        return None if whole else self.layers.chosen(changed)
 
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         first = next(tensors)  # a trainer that is gone already touches nothing
         tensors, chosen = itertools.chain([first], tensors), self.chosen
+        if self.fused:
+            tensors = expert_by_expert(tensors)
         if chosen is not None:
             tensors = ((name, tensor) for name, tensor in tensors if name in chosen.names)
-        elif self._is_partial() and not self.layers.is_known:
+        elif self._is_partial() and not self.layers.is_known and not self.fused:
             tensors = self.layers.watched(tensors)
         initialize_layerwise_reload(self.model if chosen is None else chosen.layers)
         self.mixed = True
@@ -344,12 +349,20 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             reader.close()
 
 
+def reads_fused(vllm_config: Any) -> bool:
+    """vLLM's model takes an expert's tensors as its files have them."""
+    names = getattr(vllm_config.model_config.hf_config, "architectures", None) or [""]
+    return "fused" in SUPPORTED.get(names[0], ())
+
+
 def share_of(vllm_config: Any) -> Share:
     """What this worker needs of the weights: its tensor-parallel part, where vLLM cuts the model in
     that way alone.
     """
     parallel = vllm_config.parallel_config
     if parallel.world_size != parallel.tensor_parallel_size or parallel.enable_expert_parallel:
+        return WHOLE
+    if reads_fused(vllm_config):
         return WHOLE
     heads = vllm_config.model_config.get_total_num_kv_heads()
     return Share(worker=parallel.rank, workers=parallel.tensor_parallel_size, kv_heads=heads)

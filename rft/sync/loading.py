@@ -20,13 +20,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from rft.ground.names import fused_name
+
 # vLLM's modules that hold several of the projections
 FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj"),
 }
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
-EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.((?:gate|up|down)_proj\.weight)")
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.((?:(?:gate|up|down)_proj|w[123])\.weight)")
 SLAB = 2**26  # bytes that one copy to a device may take of it beside the target, about
 aten = torch.ops.aten
 
@@ -64,6 +67,28 @@ def in_layer_order(
             yield members[0], one
         else:
             yield from ((name, tensors[name]) for name in members)
+
+
+def expert_by_expert(
+    tensors: Iterator[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Experts' tensors as fused files have them (`rft.ground.names.fused_name`), each expert under
+    a name of its own; gate waits for up. The rest passes.
+    """
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        if (found := fused_name(name)) is None:
+            yield name, tensor
+            continue
+        stem, _, last = found[0].rpartition(".")
+        own, part = f"{stem}.{found[1]}.{last}", found[2]
+        parts = waiting.setdefault(own, {}) | {part: tensor.T if tensor.ndim > 1 else tensor}
+        waiting[own] = parts
+        if part == "down":
+            yield own, waiting.pop(own)["down"]
+        elif len(parts) == 2:
+            pair = waiting.pop(own)
+            yield own, torch.stack([pair["gate"], pair["up"]], dim=-1).flatten(-2)
 
 
 def _family(name: str) -> str:

@@ -29,9 +29,9 @@ ALIGNMENT = 64
 # vLLM pads the vocabulary to a multiple of this, and cuts the result evenly
 VOCABULARY_MULTIPLE = 64
 VOCABULARY = ("embed_tokens", "lm_head")
-ROWS = ("q_proj", "gate_proj", "up_proj")  # those of experts too
+ROWS = ("q_proj", "gate_proj", "up_proj", "w1", "w3")  # those of experts too
 KV_ROWS = ("k_proj", "v_proj")
-COLUMNS = ("o_proj", "down_proj")
+COLUMNS = ("o_proj", "down_proj", "w2")
 TENSORS = ("weight", "bias")  # an adapter's are named otherwise, and every worker takes all of them
 
 
@@ -226,13 +226,16 @@ def obstacle(dims: Dims, workers: int) -> str | None:
 
 
 def _obstacle(dims: Dims, workers: int) -> str:
-    width, what = (dims.expert_ffn, "experts") if dims.experts else (dims.ffn, "MLPs")
+    widths = {"experts": dims.expert_ffn, "shared expert": dims.shared_ffn}
+    if dims.dense or not dims.experts:
+        widths["MLPs"] = dims.ffn
     if dims.heads % workers:
         return f"does not divide the model's {dims.heads} heads"
     if dims.groups % workers and workers % dims.groups:
         return f"neither divides nor is a multiple of the model's {dims.groups} key/value heads"
-    if width % workers:
-        return f"does not divide the width {width} of the model's {what}"
+    for what, width in widths.items():
+        if width % workers:
+            return f"does not divide the width {width} of the model's {what}"
     if _padded(dims.vocab) % workers:
         return (
             f"does not divide the model's vocabulary, which vLLM pads to {_padded(dims.vocab)} rows"

@@ -150,6 +150,8 @@ class StepTime:
         # experts have other ranks' tokens as well, so a rank has its share of them however cut
         cut = self.etp if dims.experts else self.tp
         products += 6 * t * dims.hidden * wide * chosen / self.tp / self.rate(wide / cut)
+        shared = dims.shared_ffn
+        products += 6 * t * dims.hidden * shared / self.tp / self.rate(max(1, shared) / self.tp)
         masked = 2 if figures.on_cpu and self.cp > 1 else 1  # there all keys are computed with
         attention = 2 * q * self.length * t * masked / self.tp / figures.attention
         outside, inside = layer_bytes(self.hf, self.item, figures.on_cpu)

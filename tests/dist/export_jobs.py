@@ -23,6 +23,15 @@ def exported(path: str, root: str, **layout: Any) -> dict[str, torch.Tensor]:
         return gathered(policy)
 
 
+def untrained(path: str, root: str, **layout: Any) -> dict[str, torch.Tensor]:
+    """As `exported`, before the first step."""
+    with policy_on(path, **layout) as policy:
+        save_and_export(
+            manager_at(root, policy.mesh, TrainerConfig()), 0, policy, path, str(Path(root) / "hf")
+        )
+        return gathered(policy)
+
+
 def taken_over(path: str, root: str, **layout: Any) -> dict[str, Any]:
     """A policy of other weights loads the newest checkpoint at
     `root` and trains a step from there.

@@ -3,6 +3,7 @@ against transformers and plain autograd.
 """
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -171,26 +172,42 @@ def assert_gradient_of_transformers(results: list[dict[str, Any]], path: Path) -
     metrics = results[0]["metrics"][0]
     assert results[0]["micros"] > 2
     assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
-    found = gradients(results)
-    wanted = {
-        n: g for name, p in model.named_parameters() for n, g in as_in_files(name, p.grad.numpy())
-    }
+    found, wanted = gradients(results), gradients_in_files(model)
     assert_gradients_match(found, wanted)
     assert metrics["grad_norm"] == pytest.approx(
         np.sqrt(sum((g**2).sum() for g in wanted.values())), rel=1e-5
     )
 
 
-def as_in_files(name: str, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """transformers fuses the experts of a layer in memory; its files hold them one by one."""
+def gradients_in_files(model: Any) -> dict[str, np.ndarray]:
+    """Written as weights would be: transformers fuses and renames in memory what its files hold
+    tensor by tensor. What has no gradient is left out.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    with TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        found = hf_weights(Path(directory))
+    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    named = [(n, g.numpy()) for n, g in found.items() if n.rpartition(".")[2] not in buffers]
+    return {n: g for name, value in named for n, g in expert_by_expert(name, value)}
+
+
+def expert_by_expert(name: str, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """A file's tensor of all experts as rft has them, each as a matrix of its own."""
     stem, _, last = name.rpartition(".")
-    if not stem.endswith("experts"):
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    if last.removesuffix("_bias") not in parts:
         return [(name, value)]
-    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[last]
+    parts, kind = parts[last.removesuffix("_bias")], "bias" if "_bias" in last else "weight"
+
+    def turned(part: Any) -> Any:
+        return part if kind == "bias" else part.T
+
     return [
-        (f"{stem}.{number}.{part}.weight", piece)
+        (f"{stem}.{number}.{part}.{kind}", turned(expert[..., column :: len(parts)]))
         for number, expert in enumerate(value)
-        for part, piece in zip(parts, np.split(expert, len(parts)), strict=True)
+        for column, part in enumerate(parts)
     ]
 
 

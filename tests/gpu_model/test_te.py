@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from te_record import RECORD, differences, record
+from test_families import SMALL, TOYS
 from test_lora import ATTENTION, LORA, assert_formula
 from test_newest_megatron import newest_megatron
 from test_parity import (
@@ -21,6 +22,8 @@ from test_parity import (
     assert_gradients_match,
     gradients,
 )
+
+from rft.tools.toy import write_model
 
 from ranks import Ranks
 
@@ -67,6 +70,18 @@ def test_gradient_is_that_of_transformers(
     world, sizes = LAYOUTS[layout]
     results = ranks.run("jobs:train", world, path=str(checkpoints[family]), **sizes)
     assert_gradient_of_transformers(results, checkpoints[family])
+
+
+@VERIFY
+@pytest.mark.parametrize("toy", ["mixtral", "qwen2-moe-mixed", "glm4-moe", "deepseek"])
+def test_gradients_of_other_families_are_those_of_transformers(
+    ranks: Ranks, tmp_path: Path, toy: str
+) -> None:
+    """What the stand-in has: neither a window nor sinks."""
+    path = write_model(tmp_path / toy, tied=False, **(SMALL | TOYS[toy][0]))
+    world, sizes = LAYOUTS["tp2-ep2-etp1"]
+    results = ranks.run("jobs:train", world, path=str(path), **sizes)
+    assert_gradient_of_transformers(results, path)
 
 
 def test_a_microbatch_of_padding_alone_is_a_sequence_over_all_context_ranks(

@@ -8,7 +8,13 @@ import torch
 from test_parts import FAMILIES
 
 from rft.ground.names import hf_names
-from rft.sync.loading import PartTensor, in_layer_order, layer_order, stacked
+from rft.sync.loading import (
+    PartTensor,
+    expert_by_expert,
+    in_layer_order,
+    layer_order,
+    stacked,
+)
 
 ROWS, COLUMNS = 12, 16
 
@@ -144,3 +150,25 @@ def test_stacked_parts_are_cut_and_copied_like_one() -> None:
     assert one is not None and one.shape == whole.shape
     target = torch.zeros(5, ROWS, 6).copy_(one.narrow(2, 4, 6))
     assert torch.equal(target, whole[:, :, 4:10])
+
+
+def test_an_expert_of_a_fused_file_is_put_together_again() -> None:
+    """Gate and up come in any order, experts between each other; the rest passes."""
+    stem, given, wanted = "model.layers.0.mlp.experts.", [], {}
+    for expert in range(3):
+        fused = {"gate_up_proj": (6, 8), "gate_up_proj_bias": (8,), "down_proj": (4, 6)}
+        for name, shape in fused.items():
+            whole = torch.rand(shape)
+            wanted[f"{stem}{expert}.{name}"] = whole
+            kind = "bias" if "bias" in name else "weight"
+            parts = ("down",) if "down" in name else ("gate", "up")
+            for column, part in enumerate(parts):
+                own = whole[..., column :: len(parts)]
+                own = own.T if own.ndim > 1 else own
+                given.append((f"{stem}{expert}.{part}_proj.{kind}", own.contiguous()))
+    other = "model.layers.0.mlp.router.weight", torch.rand(3, 6)
+    random.Random(0).shuffle(given)
+    found = dict(expert_by_expert(iter([*given, other])))
+    assert found.pop(other[0]) is other[1]
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())

@@ -1,6 +1,7 @@
 """The table of rules as arithmetic: shards made by the layout equations, and what is refused."""
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 
 from rft.config import ConfigError, MegatronConfig
 from rft.config.layout import check_layout
+from rft.data.packing import Cost
 from rft.ground.names import (
     RULES,
     SUPPORTED,
     Dims,
     bind,
+    file_shapes,
+    fused_name,
     hf_names,
     hf_shape,
     is_expert,
@@ -155,7 +159,7 @@ def test_names_bind_with_the_stage_offset_and_for_both_specs() -> None:
         "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", 3, 4
     )
     with pytest.raises(KeyError, match="shared_experts"):
-        bind("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", 0)
+        bind("decoder.layers.0.mlp.shared_experts.linear_fc3.weight", 0)
 
 
 def test_every_family_has_its_own_tensors() -> None:
@@ -281,6 +285,129 @@ def test_a_model_that_is_not_implemented_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(HF | changes), encoding="utf-8")
     with pytest.raises(ConfigError, match=text):
         read_hf_config(tmp_path)
+
+
+MIXTURE = {"vocab_size": 32000, "num_experts_per_tok": 8, "norm_topk_prob": True, **HF}
+GLM_AIR = MIXTURE | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    **{"hidden_size": 4096, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128},
+    **{"intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46},
+    **{"n_routed_experts": 128, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    **{"vocab_size": 151552, "attention_bias": True, "use_qk_norm": False, "topk_group": 1},
+    **{"partial_rotary_factor": 0.5, "n_group": 1, "num_nextn_predict_layers": 1},
+}
+DEEPSEEK = MIXTURE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    **{"hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128},
+    **{"intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61},
+    **{"n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3},
+    **{"n_group": 8, "topk_group": 4, "moe_layer_freq": 1, "num_nextn_predict_layers": 1},
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "vocab_size": 129280},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "head_dim": None},
+    **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": None},
+    "rope_scaling": {
+        **{"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+        **{"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}
+KIMI = DEEPSEEK | {
+    **{"model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64},
+    **{"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    **{"vocab_size": 163840},
+}
+MISTRAL = HF | {
+    "architectures": ["MistralForCausalLM"],
+    **{"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None},
+    **{"intermediate_size": 14336, "vocab_size": 32000, "num_hidden_layers": 32},
+}
+MIXTRAL = MISTRAL | {
+    **{"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+}
+GPT_OSS = HF | {
+    "architectures": ["GptOssForCausalLM"],
+    **{"hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64},
+    **{"intermediate_size": 2880, "num_hidden_layers": 24, "vocab_size": 201088},
+    **{"num_local_experts": 32, "num_experts_per_tok": 4, "attention_bias": True},
+    **{"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12},
+}
+QWEN2_MOE = MIXTURE | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    **{"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": None},
+    **{"intermediate_size": 5632, "moe_intermediate_size": 1408, "num_hidden_layers": 24},
+    **{"shared_expert_intermediate_size": 5632, "num_experts": 60, "vocab_size": 151936},
+}
+
+
+@pytest.mark.parametrize(
+    ("hf", "billions"),
+    [  # as published, without layers for multi-token prediction
+        pytest.param(MISTRAL, 7.242, id="Mistral-7B"),
+        pytest.param(MIXTRAL, 46.70, id="Mixtral-8x7B"),
+        pytest.param(QWEN2_MOE, 14.316, id="Qwen1.5-MoE-A2.7B"),
+        pytest.param(GLM_AIR, 106.85, id="GLM-4.5-Air"),
+        pytest.param(GPT_OSS, 20.915, id="gpt-oss-20b"),
+        pytest.param(DEEPSEEK, 671.03, id="DeepSeek-V3"),
+        pytest.param(KIMI, 1026.4, id="Kimi-K2"),
+    ],
+)
+def test_published_models_have_as_many_parameters(
+    tmp_path: Path, hf: dict[str, Any], billions: float
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf), encoding="utf-8")
+    found = read_hf_config(tmp_path)
+    shapes = hf_names(Dims.of(found), found["architectures"][0])
+    assert sum(map(prod, shapes.values())) == pytest.approx(billions * 1e9, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("hf", "changes", "text"),
+    [
+        (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, r"\(fp8\).* make a bf16 copy"),
+        (DEEPSEEK, {"topk_method": "greedy"}, "correction bias where it is noaux_tc"),
+        (DEEPSEEK, {"rope_interleave": False}, "rotates neighbouring numbers"),
+        (DEEPSEEK, {"topk_group": 2}, "best 4 experts, and the model by their best 2"),
+        (DEEPSEEK, {"norm_topk_prob": False}, "divides weights of these experts"),
+        (DEEPSEEK, {"attention_bias": True}, "attention_bias"),
+        (DEEPSEEK, {"rope_scaling": {"type": "linear", "factor": 2}}, "default and yarn"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4"}}, r"\(mxfp4\)"),
+        (GPT_OSS, {"layer_types": ["chunked_attention"] * 24}, "sliding-window"),
+        (GPT_OSS, {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
+        (GLM_AIR, {"scoring_func": "softmax"}, "scoring_func=softmax"),
+        (MISTRAL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (MISTRAL, {"rope_parameters": {"rope_type": "dynamic"}}, "longest sequence of a batch"),
+        (MISTRAL, {"rope_parameters": {"rope_type": "longrope"}}, "longest sequence of a batch"),
+        (MISTRAL, {"rope_parameters": {"rope_type": "yarn"}}, "without factor and original_max"),
+        (MIXTRAL, {"num_experts_per_tok": 1}, "no router learns"),
+        (QWEN2_MOE, {"decoder_sparse_step": 25}, "no layer that has them"),
+        (QWEN2_MOE, {"use_sliding_window": True}, "sliding"),
+    ],
+)
+def test_what_a_family_has_not_is_refused_with_its_reason(
+    tmp_path: Path, hf: dict[str, Any], changes: dict[str, Any], text: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf | changes), encoding="utf-8")
+    with pytest.raises(ConfigError, match=text):
+        read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("hf", [MISTRAL, MIXTRAL, QWEN2_MOE, GLM_AIR, GPT_OSS, DEEPSEEK])
+def test_a_token_costs_the_matrices_that_it_meets(hf: dict[str, Any]) -> None:
+    found, met = Dims.of(hf), 0.0
+    share = hf["num_experts_per_tok"] / found.experts if found.experts else 1.0
+    for name, shape in hf_names(found, found.family).items():
+        if len(shape) == 2 and name != "model.embed_tokens.weight":
+            met += prod(shape) * (share if is_expert(name) else 1)
+    assert Cost.of(hf).linear == pytest.approx(2 * met, rel=1e-9)
+
+
+def test_experts_of_fused_files_lie_where_their_names_say() -> None:
+    """Every element of a file's tensor is one expert's, and its shape is that of files."""
+    found = Dims.of(GPT_OSS | {"hidden_size": 6, "intermediate_size": 4, "num_local_experts": 2})
+    shapes, parts = file_shapes(found, found.family), hf_names(found, found.family)
+    stem = "model.layers.3.mlp.experts."
+    assert shapes[f"{stem}gate_up_proj"] == (2, 6, 8) and shapes[f"{stem}down_proj"] == (2, 4, 6)
+    assert fused_name(f"{stem}1.up_proj.bias") == (f"{stem}gate_up_proj_bias", 1, "up")
+    assert sum(map(prod, shapes.values())) == sum(map(prod, parts.values()))
 
 
 def test_no_directory_and_no_json_are_config_errors(tmp_path: Path) -> None:

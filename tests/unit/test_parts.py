@@ -42,6 +42,10 @@ FAMILIES = {
     "Qwen2ForCausalLM": DENSE,
     "Qwen3ForCausalLM": dataclasses.replace(DENSE, groups=1, vocab=130, tied=False),
     "Qwen3MoeForCausalLM": dataclasses.replace(DENSE, experts=4, expert_ffn=16, tied=False),
+    "MixtralForCausalLM": dataclasses.replace(DENSE, experts=4, expert_ffn=16, tied=False),
+    "Qwen2MoeForCausalLM": dataclasses.replace(
+        DENSE, experts=4, expert_ffn=16, shared_ffn=32, tied=False
+    ),
 }
 BUCKET = 512
 
@@ -85,7 +89,7 @@ def test_workers_together_use_every_element(architecture: str, workers: int) -> 
         copies = workers
         if ".k_proj." in name or ".v_proj." in name:
             copies = max(1, workers // dims.groups)
-        elif any(part in name for part in ("proj.", "embed", "lm_head")):
+        elif any(part in name for part in ("proj.", "embed", "lm_head", ".w1.", ".w2.", ".w3.")):
             copies = 1
         assert uses.eq(copies).all(), name
 

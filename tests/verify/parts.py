@@ -53,6 +53,7 @@ WAYS = ("sockets", "nccl")  # of weights in tests of whole engines: a CPU's own,
 PARTS = {
     "unit": tests("unit", options=("-n", "2", "--dist", "loadfile"), more=(*PAGES, *PACKAGE)),
     "ranks": tests("dist"),
+    "families": full("family_runs"),
     "gpu_model": tests("gpu_model"),
     "recorded": tests("recorded"),
     "engines": e2e(

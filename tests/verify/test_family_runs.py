@@ -1,0 +1,56 @@
+"""Every family of `tests/dist/test_families.py` through the whole loop: steps in whose
+log-probabilities engine and trainer agree after every sync, an export that transformers loads, and
+a run that begins with that export, engine and trainer each reading it by themselves.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rft.tools.toy import write_arithmetic, write_model
+
+from runs import MODEL, checkpoints, overrides, step_rows, train
+
+STEPS = 10
+TOLERANCE = 1e-4  # of a log-probability, engine against trainer, on equal weights in float32
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"more": {"sliding_window": 9}},
+    "mixtral": {},
+    "glm4_moe": {},
+    "deepseek_v3": {},
+    "gpt_oss": {},
+    "qwen2_moe": {"more": {"mlp_only_layers": [0]}},
+}
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_and_trainer_agree_after_every_sync_and_over_an_export(
+    tmp_path: Path, family: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assets = tmp_path / "assets"
+    write_model(assets / "model", family, tied=False, **(MODEL | FAMILIES[family]))
+    write_arithmetic(assets, digits=1, num_eval=16)
+    job = tuned(tmp_path, family, assets, STEPS)
+    export = job / "huggingface" / f"step_{STEPS:08d}"
+    _, loading = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not any(loading.values()), loading
+    tuned(tmp_path, f"{family}_again", assets, 1, f"model.model_path={export}")
+
+
+def tuned(root: Path, name: str, assets: Path, steps: int, *more: str) -> Path:
+    """The job's directory, after that many steps, each on rollouts of the weights of the step
+    before it.
+    """
+    given = [f"trainer.total_steps={steps}", "synchronizer.max_staleness=0", *more]
+    with train(*overrides(root, name, assets, *given)) as run:
+        assert (run.end(timeout=600), run.errors()) == (0, "")
+    job = root / "rft" / name
+    rows = step_rows(job)
+    assert len(rows) == steps and all(row["grad_norm"] > 0 for row in rows)
+    assert max(row["logprob_diff/max"] for row in rows) < TOLERANCE
+    assert checkpoints(job)[-1] == steps
+    return job
