@@ -22,7 +22,7 @@ from rft.buffer.ledger import Ledger
 from rft.buffer.progress import Issued, Stored
 from rft.checkpoint import catalog, commit, records, sharding, versions
 from rft.checkpoint.catalog import Entry, expired
-from rft.checkpoint.reader import Checkpoint, Damaged
+from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
 from rft.checkpoint.records import (
     Begin,
     CheckpointSettings,
@@ -241,6 +241,40 @@ def test_a_damaged_base_is_named_and_the_versions_before_it_are_good(tmp_path):
     ranks.storage.remove(ranks.kept[1])
     with pytest.raises(Damaged, match="patch of version 1 .*not there any more"):
         ranks.read(ranks.kept[2])
+
+
+def test_a_changed_byte_anywhere_gives_the_right_bits_or_none(tmp_path):
+    """Of any file of a chain: what does not depend on it is read, nothing else is handed out."""
+    random, ranks = np.random.default_rng(0), Ranks(tmp_path / "checkpoints", 2, 40)
+    whole = np.frombuffer(random.bytes(80 * 64 * 2), "u2").copy().reshape(80, 64)
+    published = {}
+    for step in (1, 2, 3, 4):
+        whole[random.random(whole.shape) < 0.01] += 1
+        published[step] = whole.copy()
+        ranks.publish(step, np.split(whole, 2))
+        ranks.settle()
+    paths = ranks.kept
+    files = sorted(path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file())
+    files = [path for path in files if path.name != "LATEST"]
+    refused = 0
+    for _ in range(150):
+        file = files[random.integers(len(files))]
+        before = file.read_bytes()
+        data = bytearray(before)
+        at = int(random.integers(len(data)))
+        if random.random() < 0.2:
+            del data[at:]
+        else:
+            data[at] ^= 1 << int(random.integers(8))
+        file.write_bytes(data)
+        for step, path in paths.items():
+            try:
+                assert np.array_equal(ranks.read(path), published[step])
+                assert catalog.step_of(file.parent.name) > step, f"{file} is a part of {path}"
+            except (Damaged, Mismatch):
+                refused += 1
+        file.write_bytes(before)
+    assert refused > 150
 
 
 def test_what_is_kept_keeps_what_it_is_made_of():
