@@ -107,7 +107,6 @@ PARTS = {
     "bench-chaos": benches("chaos"),
     "bench-prefix-64": benches("prefix"),
     "bench-prefix-256": Part([["-m", "bench.prefix", "--only", "768", "256, 8", "agent"]]),
-    "bench-staleness": benches("staleness"),
     "bench-first-step": Part([["-m", "bench.first_step"]], (*PACKAGE, "README.md")),
     "bench-scale": Part([["-m", "bench.scale", "--sync", "--quick"]]),
 }
