@@ -4,7 +4,7 @@ Each as one function with a gradient of its own.
 In and out: tensors of any type on any device; the type of what comes in is that of what goes out.
 torch's and megatron's own are made of single operations there (a card with Transformer Engine has
 kernels): every one reads and writes all of memory again, and their gradients are twice as many. On
-a CPU, where the products are quick (AMX), these took more than half of a step. Here a few rows are
+a CPU, where the products are quick (AMX), these took about a third of a step. Here a few rows are
 worked on at a time, so that what one operation leaves is in the cache for the next, and only what
 the gradient needs is kept. Invariant: sums are fp32, and results are rounded where transformers
 rounds them.
