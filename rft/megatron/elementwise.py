@@ -1,10 +1,10 @@
-"""What a layer does to every number by itself, between its products: norm, gated activation,
-rotation. Each as one function with a gradient of its own.
+"""What a layer does to every number by itself, between its products: norm and gated activation.
+Each as one function with a gradient of its own.
 
 In and out: tensors of any type on any device; the type of what comes in is that of what goes out.
 torch's and megatron's own are made of single operations there (a card with Transformer Engine has
 kernels): every one reads and writes all of memory again, and their gradients are twice as many. On
-a CPU, where the products are quick (AMX), these took more than half of a step. Here a few rows are
+a CPU, where the products are quick (AMX), these took about a third of a step. Here a few rows are
 worked on at a time, so that what one operation leaves is in the cache for the next, and only what
 the gradient needs is kept. Invariant: sums are fp32, and results are rounded where transformers
 rounds them.
@@ -27,14 +27,6 @@ def root_mean_square(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gated(both: Tensor) -> Tensor:
     """silu(gate) * up, of [..., gate and up behind it]."""
     result: Tensor = _Gated.apply(both)
-    return result
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: x [T, ..., d] turned by angles whose cosines and sines are [T, ..., d],
-    in the type of `x`, the first half of the sines with the opposite sign.
-    """
-    result: Tensor = _Rotated.apply(x, cos, sin)
     return result
 
 
@@ -91,23 +83,3 @@ class _Gated(torch.autograd.Function):
             product = passed * rows[some, width:]
             of_both[some, :width] = torch.ops.aten.silu_backward(product, gate)
         return of_both.view(*gradient.shape[:-1], 2 * width)
-
-
-class _Rotated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turned(gradient, cos, -sin), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """With halves of the last axis exchanged, both products are of whole rows."""
-    half, out = x.shape[-1] // 2, torch.empty_like(x)
-    for some in cached_slices(x.flatten(1)):
-        out[some] = torch.roll(x[some], half, -1).mul_(sin[some]).addcmul_(x[some], cos[some])
-    return out

@@ -26,29 +26,9 @@ def glu(x: Tensor, _weight: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def angles(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    turns = torch.outer(torch.arange(len(x)), 1 / 10 ** torch.linspace(0, 2, half))
-    return torch.cat([turns, turns], -1).reshape(len(x), *[1] * (x.dim() - 2), 2 * half)
-
-
-def rotation(x: Tensor, _weight: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    cos, sin = (table.to(x.dtype) for table in (angles(x).cos(), angles(x).sin()))
-    return x * cos + torch.cat([-second, first], -1) * sin
-
-
-def rotated(x: Tensor, _weight: Tensor) -> Tensor:
-    cos, sin = angles(x).cos(), angles(x).sin()
-    half = x.shape[-1] // 2
-    signed = torch.cat([-sin[..., :half], sin[..., half:]], -1)
-    return elementwise.rotated(x, cos.to(x.dtype), signed.to(x.dtype))
-
-
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "norm": (lambda x, w: elementwise.root_mean_square(x, w, EPS), norm),
     "gated": (lambda x, w: elementwise.gated(x), glu),
-    "rotated": (rotated, rotation),
 }
 
 
