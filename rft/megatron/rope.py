@@ -56,9 +56,9 @@ def scale_yarn(config: TransformerConfig, hf: dict[str, Any]) -> None:
     rope = rope_of(hf)
     if rope["rope_type"] == "yarn":
         own = {"mscale": rope.get("mscale"), "mscale_all_dim": rope.get("mscale_all_dim")}
-        config.yarn_rotary_scaling_factor = float(rope["factor"])  # type: ignore[attr-defined]
-        for name, value in own.items():
-            setattr(config, f"yarn_{name}", value if all(own.values()) else None)
+        fields = own if all(own.values()) else dict.fromkeys(own)
+        for name, value in (fields | {"rotary_scaling_factor": float(rope["factor"])}).items():
+            setattr(config, f"yarn_{name}", value)
 
 
 def inverse_frequencies(hf: dict[str, Any]) -> Tensor:
