@@ -33,7 +33,8 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from rft.data.packing import Cost, Packed, Row, pack, slice_cp
+from rft.data.context_parallel import slice_cp
+from rft.data.packing import Cost, Packed, Row, pack
 
 ROUNDS, QUICK_ROUNDS = 30, 10
 ROWS, DP, MAX_TOKENS = 512, 4, 16384

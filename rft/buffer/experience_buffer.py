@@ -398,14 +398,16 @@ class ExperienceBuffer(BatchedCalls):
         its batches, so nothing is to be done.
         """
 
-    async def retain(self, position: int, step: int | None = None) -> None:
+    async def retain(self, position: int, step: int | None = None) -> int | None:
         """What no retained checkpoint needs may go: `position` and `step` are the smallest that any
         of them has.
 
         Whole segments go; the groups in them that are still needed move into a compacted file. That
-        is begun here, and nobody waits for it: of a large journal it takes minutes.
+        is begun here, and nobody waits for it: of a large journal it takes minutes. Returns the
+        oldest version that a token of what is here may be of.
         """
         self._ledger.retain(position, step)
+        return self._progress.oldest_version()
 
     # The supervisor
 

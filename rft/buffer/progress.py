@@ -409,6 +409,15 @@ class Progress(Course):
         taken += self.forgotten(published) * size.units
         return (max_staleness + 1) * size.units - taken - size.are(self.waiting.values())
 
+    def oldest_version(self) -> int | None:
+        """Of those that sampled a token which may be trained, or may yet sample one of a group that
+        is under way; None where no group says which.
+        """
+        leased = (group for lease in self.leases.values() for group in lease.groups)
+        groups = [*leased, *self.pool.values(), *self.waiting.values()]
+        found = [group.model_version if group.stored else group.version for group in groups]
+        return min((version for version in found if version is not None), default=None)
+
     def missing(self, total_steps: int, size: StepSize, trainer: str = "") -> int:
         """How many of the steps before `total_steps` are not filled yet, if none of the groups that
         wait fails or holds fewer than it may.

@@ -29,11 +29,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from rft.checkpoint import fence
-from rft.checkpoint.commit import Committer, abandon
+from rft.checkpoint.commit import Committer, abandon, clear
 from rft.checkpoint.records import (
     Beat,
     Begin,
@@ -44,15 +45,20 @@ from rft.checkpoint.records import (
     Exported,
     Exporting,
     Freed,
+    NotKept,
+    Output,
     Ready,
     SaveFailed,
     Window,
 )
-from rft.checkpoint.storage import Storage, open_storage
+from rft.checkpoint.storage import VERSIONS, Sink, Storage, open_storage
 from rft.checkpoint.wire import Wire
-from rft.checkpoint.writer import Gate, Pacer, Writer
+from rft.checkpoint.writer import Gate, Pacer, Stream, Writer
 from rft.ground.process import end_family
 from rft.monitor import logs, trace
+
+if TYPE_CHECKING:
+    from rft.checkpoint.versions import VersionKeeper
 
 log = logging.getLogger(__name__)
 BEAT_S = 0.5
@@ -78,6 +84,7 @@ class Agent:
         # what, since when, whether it waits for something: one tuple, for it is read meanwhile
         self.doing = ("waiting", time.monotonic(), True)
         self._writers: dict[str, Writer] = {}
+        self._kept: VersionKeeper | None = None  # from the first version on
         self._exports: dict[str, threading.Thread] = {}  # by name of the checkpoint that is read
         self._exported: set[str] = set()
         self._exporters: set[subprocess.Popen[bytes]] = set()
@@ -161,7 +168,9 @@ class Agent:
     def _handle(self, message: Begin | Window | Drop) -> None:
         writer = self._writers.get(message.id)
         if isinstance(message, Begin):
-            self._writers[message.id] = Writer(message, self.settings, self.storage, self._wrote)
+            self._writers[message.id] = Writer(
+                message, self.settings, self.storage, self._wrote, self._keep, self._lose
+            )
         elif isinstance(message, Drop):
             if writer is not None:
                 self._give_up(writer, message.why)
@@ -200,10 +209,30 @@ class Agent:
         trace.instant("save failed", step=begin.step, cause=cause)
         self.wire.send(SaveFailed(id=begin.id, step=begin.step, cause=cause))
         for output in begin.outputs:
-            try:
-                abandon(self.storage, output, self.settings.rank, cause)
-            except OSError as error:  # the same full disk, perhaps; the others meet their deadline
-                log.error("cannot leave word in %s: %s", output.draft, error)
+            self._abandon(output, cause)
+
+    def _abandon(self, output: Output, cause: str) -> None:
+        try:
+            abandon(self.storage, output, self.settings.rank, cause)
+            if output.collection == VERSIONS:
+                clear(self.storage, output, self.settings.world)
+        except OSError as error:  # the same full disk, perhaps; the others meet their deadline
+            log.error("cannot leave word in %s: %s", output.draft, error)
+
+    def _keep(self, output: Output, create: Callable[[int], Sink]) -> Stream:
+        if self._kept is None:
+            from rft.checkpoint.versions import VersionKeeper  # with numpy
+
+            self._kept = VersionKeeper()
+        return self._kept.stream(output, create)
+
+    def _lose(self, begin: Begin, output: Output, cause: str) -> None:
+        """A version will not be kept; the save that it is a part of goes on."""
+        log.error("version %d is not kept: %s", begin.step, cause)
+        self.wire.send(
+            NotKept(id=begin.id, step=begin.step, collection=output.collection, cause=cause)
+        )
+        self._abandon(output, cause)
 
     def _watch(self) -> None:
         """Commit what is written; ends when the main thread has ended and nothing is open."""
@@ -213,6 +242,7 @@ class Agent:
             report=self.wire.send,
             orphaned=lambda: self.orphaned_at is not None,
             in_use=lambda: set(self._exports) - self._exported,
+            lose=lambda: self._kept.lose() if self._kept else None,
         )
         ended = False
         while not ended or committer.drafts:
@@ -221,7 +251,7 @@ class Agent:
                     timeout=self.storage.look_s if committer.drafts else None
                 )
                 ended = ended or writer is None
-                for output in writer.begin.outputs if writer else []:
+                for output in writer.outputs if writer else []:
                     committer.watch(writer.begin, output, writer.started)
             except queue.Empty:
                 pass

@@ -5,8 +5,10 @@ these, those that retention lets go. Invariant: a directory counts only with a m
 fits; the newest entry and every tagged one stay, whatever the rules say.
 """
 
+import contextlib
 import logging
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import PurePosixPath
@@ -22,7 +24,7 @@ from rft.checkpoint.records import (
     decode_json,
     sha256,
 )
-from rft.checkpoint.storage import NotAFile, Storage
+from rft.checkpoint.storage import COLLECTIONS, NotAFile, Storage
 
 log = logging.getLogger(__name__)
 COMMITTED = re.compile(r"(step|v)_(\d{8}|[1-9]\d{8,17})(\.[0-9a-z]+)?", re.ASCII)
@@ -117,15 +119,55 @@ def read_manifest(storage: Storage, path: str) -> Manifest:
     return manifest
 
 
+def find(storage: Storage, collection: str, save: tuple[int, str]) -> str | None:
+    """Path of the committed save of that (step, id)."""
+    for path in named(storage, collection):
+        if step_of(path) == save[0] and MANIFEST in storage.list(path):
+            with contextlib.suppress(ValueError):  # a damaged one is not this save
+                if read_manifest(storage, path).id == save[1]:
+                    return path
+    return None
+
+
+def weights_of(storage: Storage, version: int) -> str | None:
+    """Path of the newest save that has the weights of policy version `version`: it was kept, or it
+    is there for engines, or in a checkpoint.
+    """
+    paths = [
+        path
+        for collection in reversed(COLLECTIONS)
+        for path in named(storage, collection)
+        if step_of(path) == version and MANIFEST in storage.list(path)
+    ]
+    found = list(_entries(storage, paths))
+    return max(found, key=lambda one: one.epoch).path if found else None
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A committed checkpoint. Later ones have a larger (epoch, step)."""
+    """A committed checkpoint. Later ones have a larger (epoch, step). `bytes`: on disk; `base`:
+    (step, id) of the one that it is a patch of.
+    """
 
     path: str
     epoch: int
     step: int
     bytes: int
     tagged: bool = False
+    id: str = ""
+    base: tuple[int, str] | None = None
+
+
+def with_bases(kept: list[Entry], entries: list[Entry]) -> set[str]:
+    """Paths of these, and of all without which they could not be read."""
+    known = {(entry.step, entry.id): entry for entry in entries}
+    paths: set[str] = set()
+    for entry in kept:
+        one: Entry | None = entry
+        while one is not None and one.path not in paths:
+            paths.add(one.path)
+            one = known.get(one.base) if one.base else None
+    return paths
 
 
 def expired(entries: list[Entry], policy: Retention) -> list[Entry]:
@@ -136,6 +178,8 @@ def expired(entries: list[Entry], policy: Retention) -> list[Entry]:
     keep = {ordered[-1].path} | {entry.path for entry in ordered if entry.tagged}
     wanted = set(keep)
     wanted |= {entry.path for entry in (ordered[-policy.last :] if policy.last else ordered)}
+    if policy.since is not None:
+        wanted |= {entry.path for entry in ordered if entry.step >= policy.since}
     if policy.every:
         wanted |= {entry.path for entry in ordered if entry.step % policy.every == 0}
     if policy.best:
@@ -146,6 +190,7 @@ def expired(entries: list[Entry], policy: Retention) -> list[Entry]:
             if total > policy.max_bytes and entry.path in wanted - keep:
                 wanted.discard(entry.path)
                 total -= entry.bytes
+    wanted = with_bases([entry for entry in ordered if entry.path in wanted], ordered)
     return [entry for entry in ordered if entry.path not in wanted]
 
 
@@ -168,13 +213,18 @@ def _best(ordered: list[Entry], policy: Retention) -> list[Entry]:
 
 def list_entries(storage: Storage, collection: str = "") -> list[Entry]:
     """Committed directories with a sound manifest, oldest first."""
+    return sorted(
+        _entries(storage, committed(storage, collection)), key=lambda one: (one.epoch, one.step)
+    )
+
+
+def _entries(storage: Storage, paths: Iterable[str]) -> Iterator[Entry]:
+    """Of committed directories those with a sound manifest."""
     tags = set(storage.list("tags"))
-    entries = []
-    for path in committed(storage, collection):
+    for path in paths:
         try:
-            manifest = read_manifest(storage, path)
+            found = read_manifest(storage, path)
         except (ValueError, OSError) as error:
             log.error("%s", error)
             continue
-        entries.append(Entry(path, manifest.epoch, manifest.step, manifest.bytes, path in tags))
-    return sorted(entries, key=lambda entry: (entry.epoch, entry.step))
+        yield Entry(path, found.epoch, found.step, found.size, path in tags, found.id, found.base)

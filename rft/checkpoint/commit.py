@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rft.checkpoint import fence
 from rft.checkpoint.catalog import Hint, expired, list_entries, read_manifest, rolling, step_of
+from rft.checkpoint.catalog import find as find_save
 from rft.checkpoint.catalog import hint as hint_of
 from rft.checkpoint.records import (
     FORMAT,
@@ -27,10 +28,12 @@ from rft.checkpoint.records import (
     CheckpointSettings,
     Committed,
     Manifest,
+    NotKept,
     Output,
     Receipt,
     Report,
     Retained,
+    Retention,
     SaveFailed,
     decode_json,
     encode_json,
@@ -38,7 +41,7 @@ from rft.checkpoint.records import (
     sha256,
 )
 from rft.checkpoint.sharding import digest
-from rft.checkpoint.storage import Storage
+from rft.checkpoint.storage import VERSIONS, Storage
 from rft.checkpoint.writer import abandoned_name, file_name, receipt_name
 from rft.ground import durable
 
@@ -73,6 +76,7 @@ class Committer:
     report: Callable[[Report], object]
     orphaned: Callable[[], bool] = lambda: False
     in_use: Callable[[], set[str]] = set  # checkpoints that are being read and must not go now
+    lose: Callable[[], object] = lambda: None  # a version that this rank has written is none
     drafts: list[PendingCommit] = field(default_factory=list)
 
     def watch(self, begin: Begin, output: Output, since: float) -> None:
@@ -136,12 +140,21 @@ class Committer:
             now = time.monotonic()
             since = now if draft.failing_since is None else draft.failing_since
             is_its_turn = now >= draft.complete_since + rank * self.settings.lease_s
+            if self._follows_another(draft):
+                return None
             if is_its_turn and now <= since + self._patience_s:
                 return self._commit(draft)
             if now > since + self._patience_s:
                 raise OSError(draft.cause)
         self._check_time(draft, names)
         return None
+
+    def _follows_another(self, draft: PendingCommit) -> bool:
+        """Versions are committed in their order: one may be a patch of the one before."""
+        before = self.drafts[: self.drafts.index(draft)]
+        return draft.output.collection == VERSIONS and any(
+            one.output.collection == VERSIONS and not one.done for one in before
+        )
 
     def _check_time(self, draft: PendingCommit, names: set[str]) -> None:
         """Raises when a rank will not come any more: at the deadline, or at once when this job is
@@ -174,7 +187,7 @@ class Committer:
             with contextlib.suppress(ValueError, OSError):  # a damaged one is not this save
                 manifest = read_manifest(self.storage, path)
                 if manifest.id == draft.begin.id:
-                    draft.bytes = manifest.bytes
+                    draft.bytes = manifest.size
                     return path
         return None
 
@@ -182,7 +195,7 @@ class Committer:
         place = draft.output.draft
         try:
             manifest = self._verified(draft)
-            draft.bytes = manifest.bytes
+            draft.bytes = manifest.size
             self._check_epoch()  # before the manifest too: in an object store it is what publishes
             self.storage.put(f"{place}/{MANIFEST}", encode_json(manifest))
             self._check_epoch()
@@ -234,8 +247,8 @@ class Committer:
                     f"{draft.begin.id}"
                 )
             size = self.storage.size(f"{draft.output.draft}/{receipt.file}")
-            if size != receipt.bytes:
-                raise CommitError(f"{path} vouches for {receipt.bytes} bytes, the file has {size}")
+            if size != receipt.stored:
+                raise CommitError(f"{path} vouches for {receipt.stored} bytes, the file has {size}")
             receipts.append(receipt)
             digests[receipt_name(rank)] = sha256(data)
         if digest([receipt.regions for receipt in receipts]) != draft.output.layout:
@@ -243,6 +256,7 @@ class Committer:
                 f"{draft.output.draft}: the ranks' parts are not the ones that were planned"
             )
         lead = receipts[0]
+        base = self._base_of(receipts, draft)
         return Manifest(
             format=FORMAT,
             id=lead.id,
@@ -254,7 +268,24 @@ class Committer:
             receipts=digests,
             loop=lead.loop or {},
             about=lead.about or {},
+            base=base,
+            stored=sum(receipt.stored for receipt in receipts) if base else None,
         ).sealed()
+
+    def _base_of(self, receipts: list[Receipt], draft: PendingCommit) -> tuple[int, str] | None:
+        """The save that patches are made from: one, and it is there."""
+        bases = {receipt.patch.base for receipt in receipts if receipt.patch}
+        if not bases:
+            return None
+        if len(bases) > 1:
+            raise CommitError(f"{draft.output.draft}: ranks have patched versions {sorted(bases)}")
+        (base,) = bases
+        if find_save(self.storage, draft.output.collection, base) is None:
+            raise CommitError(
+                f"{draft.output.draft} is a patch of version {base[0]}, which was not committed or "
+                "is gone"
+            )
+        return base
 
     def _point(self, collection: str, name: str, manifest: Manifest) -> None:
         """Move the hint, only ever forward."""
@@ -286,6 +317,8 @@ class Committer:
 
     def _retire(self, output: Output) -> None:
         """Delete what retention lets go, and tell what is left."""
+        if output.collection == VERSIONS and output.retention == Retention():
+            return  # they are many, and all of them stay
         self._check_epoch()
         entries = list_entries(self.storage, output.collection)
         in_use = self.in_use()
@@ -306,9 +339,16 @@ class Committer:
     def _fail(self, draft: PendingCommit, cause: str) -> None:
         draft.done = True
         log.error("%s failed: %s", draft.output.draft, cause)
-        self.report(SaveFailed(id=draft.begin.id, step=draft.begin.step, cause=cause))
+        begin, collection = draft.begin, draft.output.collection
+        if collection == VERSIONS:
+            self.lose()
+            self.report(NotKept(id=begin.id, step=begin.step, collection=collection, cause=cause))
+        else:
+            self.report(SaveFailed(id=begin.id, step=begin.step, cause=cause))
         try:
             self._give_space_back(draft.output.draft)
+            if collection == VERSIONS:
+                clear(self.storage, draft.output, self.settings.world)
         except OSError as error:
             log.error("%s keeps its space until the next start: %s", draft.output.draft, error)
 
@@ -335,6 +375,16 @@ def abandon(storage: Storage, output: Output, rank: int, why: str) -> None:
     if receipt_name(rank) not in storage.list(output.draft):
         storage.discard(f"{output.draft}/{file_name(rank)}")
     storage.put(f"{output.draft}/{abandoned_name(rank)}", why.encode())
+
+
+def clear(storage: Storage, output: Output, world: int) -> None:
+    """Remove a draft of which nothing will come any more, once every rank has said its word: on a
+    full disk there would be one for each version.
+    """
+    names = set(storage.list(output.draft))
+    if all({receipt_name(rank), abandoned_name(rank)} & names for rank in range(world)):
+        with contextlib.suppress(FileNotFoundError):  # another rank's agent was faster
+            storage.remove(output.draft)
 
 
 def names_of(storage: Storage, collection: str, step: int, identity: str) -> tuple[str, str]:

@@ -21,8 +21,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rft.checkpoint import catalog, commit, restore, sharding
 from rft.checkpoint.link import AGENT, Link
 from rft.checkpoint.records import (
@@ -33,6 +31,7 @@ from rft.checkpoint.records import (
     Exported,
     Exporting,
     Freed,
+    NotKept,
     Output,
     Region,
     Report,
@@ -42,7 +41,7 @@ from rft.checkpoint.records import (
 )
 from rft.checkpoint.sharding import Claim, claim_of
 from rft.checkpoint.stager import Slot, SlotPool, Stager, StagingTuner, slot_size, windows_of
-from rft.checkpoint.storage import WEIGHTS, open_storage
+from rft.checkpoint.storage import VERSIONS, WEIGHTS, open_storage
 from rft.config import TrainerConfig
 from rft.ground import host_memory
 from rft.ground.device import Device, choose
@@ -86,6 +85,9 @@ class Status:
     skipped: int = 0
     seconds: float = 0.0  # of the last commit, from its first byte
     bytes: int = 0  # of that
+    versions: int = 0  # that were kept
+    versions_lost: int = 0
+    versions_bytes: int = 0  # of all that were kept, on disk
 
 
 @dataclass
@@ -146,6 +148,7 @@ class CheckpointManager:
         self.newest: int | None = None
         self.requested: int | None = None  # step of the last save or load
         self.scores: dict[int, float] = {}
+        self.needed = 0  # the oldest version that an experience which may be trained is of
         # told by the link's thread, after everything else
         self.hear: Callable[[Report], None] = lambda report: None
         self._agent = agent
@@ -190,12 +193,13 @@ class CheckpointManager:
         """
         if self.ranks.rank == 0:
             self.storage.prepare()
-        free = host_memory.available()  # asked before any rank can have taken its slots
+        free = host_memory.available()  # asked before any rank can have taken its memory
         self._plan = self._agree([claim_of(piece) for piece in policy.snapshot().pieces])
         total = sharding.extent(self._plan.regions)
         size = slot_size(total, self.config.host_memory_gb)
         windows = windows_of(self._plan.regions, size, total)
-        self._check_memory(2 * size, free)
+        kept = sharding.extent(self._plan.weight_regions) if self.config.versions != "none" else 0
+        self._check_memory(2 * size + kept, free)
         patience_s = min(self.config.staging_patience_s, self.config.agent_deadline_s)
         slots = SlotPool(
             [Slot(number, size, self.device) for number in range(2)], patience_s, self._idle_s
@@ -203,6 +207,8 @@ class CheckpointManager:
         self._stager = Stager(
             slots, self._plan.regions, windows, self.device.copier(), self.config.agent_deadline_s
         )
+        model = self._plan.weight_regions
+        self._model_windows = windows_of(model, size, sharding.extent(model))
         settings = CheckpointSettings(
             root=self.storage.where,
             control=str(self.control),
@@ -215,6 +221,7 @@ class CheckpointManager:
             rate_limit=self.config.rate_limit_mb * 1e6,
             deadline_s=self.config.agent_deadline_s,
             lease_s=self.config.lease_s,
+            reserve=total * self.ranks.world,
         )
         log_path = (
             self.log_dir / f"checkpoint_agent_{self.ranks.rank}.log" if self.log_dir else None
@@ -243,28 +250,20 @@ class CheckpointManager:
             )
 
     def _agree(self, claims: list[Claim]) -> SavePlan:
-        listed = self.ranks.gather(msgspec.to_builtins(claims))
-        chosen = None
-        if listed is not None:
-            everyone = msgspec.convert(listed, list[list[Claim]])
-            positions = sharding.assign(everyone)
-            placed = [
-                sharding.place([everyone[r][p] for p in found]) for r, found in enumerate(positions)
-            ]
-            weights = [[r for r in found if r.key.startswith(sharding.MODEL)] for found in placed]
-            chosen = [positions, sharding.digest(placed), sharding.digest(weights)]
-        positions, whole, weights_only = self.ranks.broadcast(chosen)
+        listed = self.ranks.gather(sharding.encode(claims))
+        positions = self.ranks.broadcast(None if listed is None else sharding.planned(listed))
         mine = sorted(
             positions[self.ranks.rank], key=lambda p: not claims[p].key.startswith(sharding.MODEL)
         )
         regions = sharding.place([claims[p] for p in mine])
-        return SavePlan(
-            mine,
-            regions,
-            whole,
-            [r for r in regions if r.key.startswith(sharding.MODEL)],
-            weights_only,
+        weights = [r for r in regions if r.key.startswith(sharding.MODEL)]
+        parts = self.ranks.gather([sharding.part_digest(part) for part in (regions, weights)])
+        whole, weights_only = self.ranks.broadcast(
+            None
+            if parts is None
+            else [sharding.digest_of(part) for part in zip(*parts, strict=True)]
         )
+        return SavePlan(mine, regions, whole, weights, weights_only)
 
     def save(
         self,
@@ -274,9 +273,10 @@ class CheckpointManager:
         *,
         full: bool = True,
         weights: bool = False,
+        version: bool = False,
     ) -> bool:
-        """Begin to save `step`: everything (`full`), the model alone (`weights`), or both of one
-        staging.
+        """Begin to save `step`: everything (`full`), the model alone, for engines (`weights`) or to
+        be kept as a `version`, or some of these of one staging.
 
         Returns at once unless staging is eager; False if the save was skipped because both slots
         are in use.
@@ -286,7 +286,7 @@ class CheckpointManager:
         self._saves += 1
         outputs = [
             self._output(step, identity, collection)
-            for collection in ([""] * full + [WEIGHTS] * weights)
+            for collection in [""] * full + [WEIGHTS] * weights + [VERSIONS] * version
         ]
         snapshot = policy.snapshot()
         # JSON has no other keys
@@ -312,28 +312,16 @@ class CheckpointManager:
         if not weights and not self._make_room(messages):
             return False
         tensors = [snapshot.pieces[position].tensor for position in self._plan.order]
-        self._stager.start(identity, tensors, messages.window, messages.drop)
+        windows = None if full else self._model_windows
+        self._stager.start(identity, tensors, messages.window, messages.drop, windows)
         if self._tuner.next() == "eager":
             self._stager.await_copies()
         return True
 
     def _output(self, step: int, identity: str, collection: str) -> Output:
         draft, final = commit.names_of(self.storage, collection, step, identity)
-        model = collection == WEIGHTS
+        model = collection in (WEIGHTS, VERSIONS)
         regions = self._plan.weight_regions if model else self._plan.regions
-        config = self.config
-        keep = (
-            Retention(last=2)
-            if model
-            else Retention(
-                last=self.trainer.max_checkpoints_to_keep,
-                every=config.keep_every,
-                best=config.keep_best,
-                best_is_lowest=config.best_mode == "min",
-                max_bytes=int(config.max_gb * 1e9),
-                scores=dict(self.scores),
-            )
-        )
         return Output(
             collection=collection,
             draft=draft,
@@ -341,7 +329,22 @@ class CheckpointManager:
             regions=regions,
             bytes=sharding.extent(regions),
             layout=self._plan.weight_layout if model else self._plan.layout,
-            retention=keep,
+            retention=self._retention(collection),
+        )
+
+    def _retention(self, collection: str) -> Retention:
+        config = self.config
+        if collection == WEIGHTS:
+            return Retention(last=2)
+        if collection == VERSIONS:
+            return Retention() if config.versions == "all" else Retention(last=2, since=self.needed)
+        return Retention(
+            last=self.trainer.max_checkpoints_to_keep,
+            every=config.keep_every,
+            best=config.keep_best,
+            best_is_lowest=config.best_mode == "min",
+            max_bytes=int(config.max_gb * 1e9),
+            scores=dict(self.scores),
         )
 
     def _make_room(self, messages: SaveMessages) -> bool:
@@ -353,6 +356,8 @@ class CheckpointManager:
             return True
         begin = messages.begin
         if self.config.when_busy == "newest_wins":
+            if all(output.collection for output in begin.outputs):  # a version, which waits
+                return True
             queued = [
                 key
                 for key, outcome in self._outcomes.items()
@@ -459,6 +464,15 @@ class CheckpointManager:
             "checkpoint/agent_deaths": self._link.deaths,
             "checkpoint/agent_ok": float(self._link.state == "ready"),
             "checkpoint/bytes": self.status.bytes,
+        } | self._version_metrics()
+
+    def _version_metrics(self) -> dict[str, float]:
+        if self.config.versions == "none":
+            return {}
+        return {
+            "checkpoint/versions": self.status.versions,
+            "checkpoint/versions_lost": self.status.versions_lost,
+            "checkpoint/versions_bytes": self.status.versions_bytes,
         }
 
     def close(self, deadline_s: float = 5.0) -> None:
@@ -487,17 +501,10 @@ class CheckpointManager:
         with self._changed:
             if isinstance(report, Committed):
                 self._on_commit(report)
+            elif isinstance(report, NotKept):
+                self._on_loss(report)
             elif isinstance(report, SaveFailed):
-                outcome = self._outcomes[report.id]
-                if not outcome.cause:
-                    self.status.failed += 1
-                    log.error(
-                        "checkpoint of step %d failed, training goes on: %s",
-                        report.step,
-                        report.cause,
-                    )
-                    trace.instant("checkpoint failed", step=report.step, cause=report.cause)
-                outcome.open, outcome.cause = set(), report.cause
+                report = self._on_failure(report)
             elif isinstance(report, Exported):
                 self._exports.pop(report.target, None)
                 self._failed_export = report.cause or self._failed_export
@@ -505,8 +512,34 @@ class CheckpointManager:
             self._changed.notify_all()
         self.hear(report)
 
+    def _on_failure(self, report: SaveFailed) -> SaveFailed | NotKept:
+        """What is to be told of it: where nothing but a version is lost, no checkpoint is."""
+        outcome = self._outcomes[report.id]
+        if VERSIONS in outcome.open:
+            lost = NotKept(id=report.id, step=report.step, collection=VERSIONS, cause=report.cause)
+            self._on_loss(lost)
+            if not outcome.open:
+                return lost
+        if not outcome.cause:
+            self.status.failed += 1
+            log.error(
+                "checkpoint of step %d failed, training goes on: %s", report.step, report.cause
+            )
+            trace.instant("checkpoint failed", step=report.step, cause=report.cause)
+        outcome.open, outcome.cause = set(), report.cause
+        return report
+
+    def _on_loss(self, report: NotKept) -> None:
+        self._outcomes[report.id].open.discard(VERSIONS)
+        self.status.versions_lost += 1
+        log.error("version %d is not kept, training goes on: %s", report.step, report.cause)
+        trace.instant("version not kept", step=report.step, cause=report.cause)
+
     def _on_commit(self, report: Committed) -> None:
         self._outcomes[report.id].open.discard(report.collection)
+        if report.collection == VERSIONS:
+            self.status.versions += 1
+            self.status.versions_bytes += report.bytes
         if report.collection:
             return
         self._outcomes[report.id].name = report.name

@@ -11,6 +11,7 @@ import resource
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from math import prod
 from typing import Any, BinaryIO, TypeVar
 
@@ -18,12 +19,14 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rft.checkpoint.catalog import read_manifest
+from rft.checkpoint.catalog import find, read_manifest
 from rft.checkpoint.records import (
     CHUNK,
     FORMAT,
     MANIFEST,
     LoopState,
+    Manifest,
+    Patch,
     Receipt,
     Region,
     decode_json,
@@ -40,6 +43,7 @@ from rft.checkpoint.sharding import (
 )
 from rft.checkpoint.storage import NotAFile, Storage, read_at
 from rft.checkpoint.writer import file_name, receipt_name
+from rft.ground import delta
 from rft.ground.names import ITEM_BYTES
 
 log = logging.getLogger(__name__)
@@ -147,56 +151,100 @@ class OpenFiles:
 
 
 class RankFile:
-    """The bytes of one rank, verified chunk by chunk as they are read; the last chunk is kept."""
+    """The bytes of one rank, verified chunk by chunk as they are read; the last chunk is kept.
 
-    def __init__(self, files: OpenFiles, receipt: Receipt):
+    `before`: finds the file that a patch (a receipt, at a place) begins from, when that is needed.
+    """
+
+    def __init__(
+        self,
+        files: OpenFiles,
+        receipt: Receipt,
+        before: "Callable[[Receipt, str], RankFile]",
+    ):
         self.name, self.bytes = receipt.file, receipt.bytes
-        self._files, self._receipt = files, receipt
-        self._kept: tuple[int, bytes] = (-1, b"")
+        self._files, self._receipt, self._before = files, receipt, before
+        self._kept: tuple[int, bytes | memoryview] = (-1, b"")
+        self._starts: list[int] = []  # of frames
+        self._memory = bytearray()  # of a patched chunk, until the next
 
     def read(self, start: int, count: int) -> bytearray:
         """Raises Damaged, naming the file and the chunk, or StorageUnreachable."""
         out = bytearray(count)
-        at = start
+        at, into = start, memoryview(out)
         while at < start + count:
             number = at // CHUNK
-            inside = self.chunk(number)[at - number * CHUNK : start + count - number * CHUNK]
-            out[at - start : at - start + len(inside)] = inside
+            chunk = memoryview(self.chunk(number))
+            inside = chunk[at - number * CHUNK : start + count - number * CHUNK]
+            into[at - start : at - start + len(inside)] = inside
             at += len(inside)
         return out
 
-    def chunk(self, number: int) -> bytes:
+    def chunk(self, number: int) -> bytes | memoryview:
         if self._kept[0] != number:
-            where, length = (
-                self._files.where(self.name),
-                min(CHUNK, self._receipt.bytes - number * CHUNK),
-            )
-            data = self._files.read(self.name, number * CHUNK, length)
-            if len(data) != length:
-                words = f"{where} ends early: {len(data)} of {length} bytes of chunk {number}"
-                raise Damaged(words, self.name, number)
+            data = self._content(number)
             if xxhash.xxh3_128_hexdigest(data) != self._receipt.chunks[number]:
+                where = self._files.where(self.name)
                 words = f"{where} was changed: chunk {number} differs from what was written"
                 raise Damaged(words, self.name, number)
             self._kept = (number, data)
         return self._kept[1]
 
+    def _content(self, number: int) -> bytes | memoryview:
+        """A chunk that is not verified yet: as it lies there, or made of the base's. Of those
+        between only the deltas are read: a wrong one makes a wrong chunk.
+        """
+        deltas: list[tuple[RankFile, bytes]] = []
+        file, is_own, data = self, False, b""
+        while not is_own:
+            data, is_own = file._stored(number)
+            if not is_own:
+                deltas.append((file, data))
+                file = file._before(file._receipt, file._files.where(file.name))
+        if not deltas:
+            return data
+        self._memory = self._memory or bytearray(min(CHUNK, self.bytes))
+        content = memoryview(self._memory)[: len(data)]
+        content[:] = data
+        for file, frame in reversed(deltas):
+            file._apply(number, frame, content)
+        return content
 
-class Checkpoint:
-    """A committed directory, opened: manifest and receipts are verified, bytes are when they are
-    read.
+    def _stored(self, number: int) -> tuple[bytes, bool]:
+        """A frame, and whether it is the chunk itself."""
+        length, patch = min(CHUNK, self.bytes - number * CHUNK), self._receipt.patch
+        size, start = length, number * CHUNK
+        if patch is not None:
+            self._starts = self._starts or list(accumulate(patch.frames, initial=0))
+            size, start = patch.frames[number], self._starts[number]
+        data = self._files.read(self.name, start, size)
+        if len(data) != size:
+            where = self._files.where(self.name)
+            words = f"{where} ends early: {len(data)} of {size} bytes of chunk {number}"
+            raise Damaged(words, self.name, number)
+        return data, size == length
 
-    What the medium does not give is tried again for `patience_s` seconds each time, then it raises
-    StorageUnreachable.
-    """
+    def _apply(self, number: int, frame: bytes, content: memoryview) -> None:
+        assert self._receipt.patch is not None
+        try:
+            delta.apply(frame, content, self._receipt.patch.width)
+        except ValueError as error:
+            words = f"{self._files.where(self.name)} was changed: chunk {number}: {error}"
+            raise Damaged(words, self.name, number) from error
 
-    def __init__(self, storage: Storage, path: str, patience_s: float = 0.0):
+
+class SealedDirectory:
+    """A committed directory whose manifest is verified; so is each receipt that is asked for."""
+
+    def __init__(self, storage: Storage, path: str, patience_s: float):
         self.path = path
         self.where = f"{storage.where}/{path}"
+        self.files = OpenFiles(storage, path, patience_s)
         self._storage = storage
-        self._files = OpenFiles(storage, path, patience_s)
         try:
-            self.manifest = self._files.attempt(MANIFEST, lambda: read_manifest(storage, path))
+            self.manifest: Manifest = self.files.attempt(
+                MANIFEST, lambda: read_manifest(storage, path)
+            )
         except ValueError as error:
             raise Damaged(str(error)) from error
         if self.manifest.format != FORMAT:
@@ -205,18 +253,6 @@ class Checkpoint:
                 "rft that wrote it"
             )
         self._check_manifest()
-        self.receipts = [
-            self._receipt(rank, self.manifest.receipts[receipt_name(rank)])
-            for rank in range(self.manifest.world)
-        ]
-        if sum(receipt.bytes for receipt in self.receipts) != self.manifest.bytes:
-            raise Damaged(f"{self.where}: the receipts vouch for other bytes than {MANIFEST}")
-        self._sound: set[str] = set()  # keys whose pieces fit together
-        self._pieces: dict[str, list[tuple[RankFile, Region]]] = defaultdict(list)
-        for receipt in self.receipts:
-            file = RankFile(self._files, receipt)
-            for region in receipt.regions:
-                self._pieces[region.key].append((file, region))
 
     def _check_manifest(self) -> None:
         """A seal says who wrote it, not that it makes sense: the directory may be a stranger's."""
@@ -233,11 +269,11 @@ class Checkpoint:
                 f"{manifest.world} ranks"
             )
 
-    def _receipt(self, rank: int, digest: str) -> Receipt:
+    def receipt(self, rank: int) -> Receipt:
         name, manifest = receipt_name(rank), self.manifest
         where = f"{self.where}/{name}"
-        data = self._files.attempt(name, lambda: self._storage.get(f"{self.path}/{name}"))
-        if sha256(data) != digest:
+        data = self.files.attempt(name, lambda: self._storage.get(f"{self.path}/{name}"))
+        if sha256(data) != manifest.receipts[name]:
             raise Damaged(f"{where} was changed")
         try:
             receipt = decode_json(data, Receipt)
@@ -252,7 +288,87 @@ class Checkpoint:
             raise Damaged(f"{where} does not fit {MANIFEST} in: {', '.join(wrong)}")
         if receipt.bytes < 0 or len(receipt.chunks) != -(-receipt.bytes // CHUNK):
             raise Damaged(f"{where} has {len(receipt.chunks)} hashes for {receipt.bytes} bytes")
+        if receipt.patch is not None and not self._is_patch(receipt.patch, receipt):
+            raise Damaged(f"{where}: its patch is none of {receipt.bytes} bytes")
         return receipt
+
+    def _is_patch(self, patch: Patch, receipt: Receipt) -> bool:
+        """Of an older version, so that no chain of them goes on for ever."""
+        sizes = [min(CHUNK, receipt.bytes - start) for start in range(0, receipt.bytes, CHUNK)]
+        return (
+            len(patch.frames) == len(sizes)
+            and all(0 < one <= size for one, size in zip(patch.frames, sizes, strict=True))
+            and patch.width in ITEM_BYTES.values()
+            and patch.base[0] < receipt.step
+            and patch.base == self.manifest.base
+        )
+
+
+class Bases:
+    """Of one rank, the files that a patch builds on, one before the other; each is opened once."""
+
+    def __init__(self, storage: Storage, collection: str, rank: int, patience_s: float):
+        self._storage, self._collection = storage, collection
+        self._rank, self._patience_s = rank, patience_s
+        self._open: dict[tuple[int, str], tuple[SealedDirectory, RankFile]] = {}
+
+    def file(self, of: Receipt, where: str) -> RankFile:
+        """That which the patch of receipt `of`, at `where`, begins from."""
+        assert of.patch is not None
+        if of.patch.base not in self._open:
+            self._open[of.patch.base] = self._opened(of, of.patch.base, where)
+        return self._open[of.patch.base][1]
+
+    def _opened(
+        self, of: Receipt, base: tuple[int, str], where: str
+    ) -> "tuple[SealedDirectory, RankFile]":
+        what = f"{where} is a patch of version {base[0]}"
+        path = patiently(
+            f"{what}, which cannot be looked for",
+            lambda: find(self._storage, self._collection, base),
+            self._patience_s,
+        )
+        if path is None:
+            raise Damaged(f"{what} ({base[1]}), which is not there any more")
+        there = SealedDirectory(self._storage, path, self._patience_s)
+        if there.manifest.layout != of.layout or there.manifest.world != of.world:
+            raise Damaged(f"{what}, whose layout is another")
+        receipt = there.receipt(self._rank)
+        if receipt.bytes != of.bytes:
+            raise Damaged(f"{what}, which has {receipt.bytes} bytes and not {of.bytes}")
+        return there, RankFile(there.files, receipt, self.file)
+
+    def close(self) -> None:
+        for there, _ in self._open.values():
+            there.files.close()
+
+
+class Checkpoint:
+    """A committed directory, opened: manifest and receipts are verified, bytes are when they are
+    read.
+
+    What the medium does not give is tried again for `patience_s` seconds each time, then it raises
+    StorageUnreachable.
+    """
+
+    def __init__(self, storage: Storage, path: str, patience_s: float = 0.0):
+        there = SealedDirectory(storage, path, patience_s)
+        self.path, self.where, self.manifest = path, there.where, there.manifest
+        self._files = there.files
+        world, collection = self.manifest.world, path.rpartition("/")[0]
+        self.receipts = [there.receipt(rank) for rank in range(world)]
+        if sum(receipt.bytes for receipt in self.receipts) != self.manifest.bytes:
+            raise Damaged(f"{self.where}: the receipts vouch for other bytes than {MANIFEST}")
+        self._bases = [Bases(storage, collection, rank, patience_s) for rank in range(world)]
+        self._sound: set[str] = set()  # keys whose pieces fit together
+        self._pieces: dict[str, list[tuple[RankFile, Region]]] = defaultdict(list)
+        for receipt in self.receipts:
+            file = self._file(receipt)
+            for region in receipt.regions:
+                self._pieces[region.key].append((file, region))
+
+    def _file(self, receipt: Receipt) -> RankFile:
+        return RankFile(self._files, receipt, self._bases[receipt.rank].file)
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -328,7 +444,7 @@ class Checkpoint:
         """
         self._check_coverage()
         for receipt in self.receipts:
-            file = RankFile(self._files, receipt)
+            file = self._file(receipt)
             for number in range(len(receipt.chunks)):
                 seen(len(file.chunk(number)))
 
@@ -341,7 +457,7 @@ class Checkpoint:
             self._check_coverage()
         for receipt in self.receipts:
             if receipt.file == file:
-                RankFile(self._files, receipt).chunk(chunk)
+                self._file(receipt).chunk(chunk)
 
     def _check_coverage(self, placed: list[tuple[int, Region]] | None = None) -> None:
         """`placed`: (bytes of its file, region); default: all regions."""
@@ -361,6 +477,8 @@ class Checkpoint:
 
     def close(self) -> None:
         self._files.close()
+        for bases in self._bases:
+            bases.close()
 
     def __enter__(self) -> "Checkpoint":
         return self

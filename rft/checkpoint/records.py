@@ -42,10 +42,24 @@ class Region(msgspec.Struct, frozen=True):
     bytes: int
 
 
+class Patch(msgspec.Struct, frozen=True, kw_only=True):
+    """How a file is stored that differs little from that of another save, of the same regions.
+
+    `base`: (step, id) of that save. `frames`: stored bytes of each chunk, one after another: as
+    many as the chunk has are its own, fewer a delta (`rft.ground.delta`, elements of `width` bytes)
+    from the same chunk of the base.
+    """
+
+    base: tuple[int, str]
+    width: int
+    frames: list[int]
+
+
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """All that one rank wrote, once it was on disk.
 
-    `chunks`: xxh3-128 of each CHUNK bytes of `file`, in order.
+    `bytes`, `chunks`: of the content; xxh3-128 of each CHUNK bytes, in order. `file` holds it as it
+    is, or as a `patch`.
     """
 
     format: int
@@ -63,12 +77,19 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     local: dict[str, bytes]
     loop: dict[str, Any] | None = None  # rank 0 only
     about: dict[str, Any] | None = None  # rank 0 only
+    patch: Patch | None = None
+
+    @property
+    def stored(self) -> int:
+        """Bytes of `file`."""
+        return self.bytes if self.patch is None else sum(self.patch.frames)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The mark of a complete checkpoint.
 
-    `receipts`: sha256 of each receipt; `seal`: sha256 of everything else here.
+    `receipts`: sha256 of each receipt; `stored`: bytes of the files, where they hold a patch from
+    the save `base`; `seal`: sha256 of everything else here.
     """
 
     format: int
@@ -81,7 +102,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     receipts: dict[str, str]
     loop: dict[str, Any]
     about: dict[str, Any]
+    base: tuple[int, str] | None = None
+    stored: int | None = None
     seal: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return self.bytes if self.stored is None else self.stored
 
     def sealed(self) -> "Manifest":
         return msgspec.structs.replace(self, seal=self.digest())
@@ -103,10 +131,11 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
     """What to keep: the union of all rules. 0 or None: the rule keeps nothing of its own; `last=0`
-    keeps everything.
+    keeps everything. What is kept can be read: of a patch the bases stay too.
     """
 
     last: int = 0
+    since: int | None = None  # of this step and later ones
     every: int = 0
     best: int = 0
     best_is_lowest: bool = False
@@ -119,7 +148,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     prefix of the bytes).
     """
 
-    collection: str  # "" for checkpoints, "weights" for model-only saves
+    collection: str  # "" for checkpoints, "weights" and "versions" for the model alone
     draft: str
     final: str
     regions: list[Region]
@@ -146,6 +175,7 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     # for a save, from its first byte on, and for the agent after its trainer is gone
     deadline_s: float
     lease_s: float  # how long the right to commit stays with one rank before the next may take it
+    reserve: int = 0  # bytes of disk that versions leave to checkpoints
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -236,6 +266,15 @@ class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cause: str
 
 
+class NotKept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A version that is not on disk; whatever else was saved with it is not affected."""
+
+    id: str
+    step: int
+    collection: str
+    cause: str
+
+
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The agent lives; `doing` since `for_s` seconds. `is_waiting`: for work, or for its turn."""
 
@@ -245,7 +284,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Request = CheckpointSettings | Begin | Window | Drop | Export | Close
-Report = Ready | Freed | Committed | Retained | Exported | Exporting | SaveFailed | Beat
+Report = Ready | Freed | Committed | Retained | Exported | Exporting | SaveFailed | NotKept | Beat
 
 _json = msgspec.json.Encoder(order="deterministic")
 

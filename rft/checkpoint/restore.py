@@ -32,7 +32,7 @@ from rft.checkpoint.reader import (
 )
 from rft.checkpoint.records import LATEST, MANIFEST
 from rft.checkpoint.sharding import Claim, claim_of
-from rft.checkpoint.storage import WEIGHTS, NotAFile, Storage, open_storage
+from rft.checkpoint.storage import COLLECTIONS, NotAFile, Storage, open_storage
 from rft.ground.protocols import Piece, Snapshotable
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def sweep(storage: Storage) -> None:
 
     Called by one rank, after the run epoch was taken.
     """
-    for collection in ("", WEIGHTS):
+    for collection in COLLECTIONS:
         told = catalog.hint(storage, collection)
         for path in storage.leftovers(collection):
             # in an object store a checkpoint that has lost its manifest looks like a draft

@@ -6,11 +6,16 @@ the `Region`s of its file. Invariant: the regions of all ranks cover every eleme
 exactly once; `check_coverage` proves it.
 """
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from operator import itemgetter
+from typing import Any
+
+import msgspec
 
 from rft.checkpoint.records import ALIGN, Extent, Region, encode_json, sha256
 from rft.ground.names import ITEM_BYTES
@@ -25,7 +30,7 @@ class CoverageError(ValueError):
     """Pieces that leave a part of a tensor out, or hold it twice."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Claim:
     """A rank holds this; `stored=False`: other claims cover the same elements, in another cut, and
     are the ones to store.
@@ -71,36 +76,67 @@ class Box:
     start: int
 
 
+def encode(claims: list[Claim]) -> bytes:
+    """For rank 0, which has those of all ranks at once."""
+    return msgspec.msgpack.encode(claims)
+
+
+def decode(everyone: Iterable[bytes]) -> list[list[Claim]]:
+    """Of every rank. What claims have in common is there once: of a large model, names and shapes
+    of all ranks would be ten times the rest.
+    """
+    once: dict[Any, Any] = {}
+
+    def shared(claim: Claim) -> Claim:
+        key, whole, offset, shape, flat = (
+            once.setdefault(part, part)
+            for part in (claim.key, claim.global_shape, claim.offset, claim.shape, claim.flat)
+        )
+        return Claim(key, claim.dtype, whole, offset, shape, flat, claim.stored)
+
+    return [list(map(shared, msgspec.msgpack.decode(data, type=list[Claim]))) for data in everyone]
+
+
+def planned(everyone: Iterable[bytes]) -> list[list[int]]:
+    """`assign` of what every rank has encoded."""
+    was_on = gc.isenabled()
+    gc.disable()  # millions of tuples and no circle: looking for one would take half of the time
+    try:
+        return assign(decode(everyone))
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def assign(claims: list[list[Claim]]) -> list[list[int]]:
     """Per rank the positions of the claims it stores. Copies are given to whoever has least to
     write so far.
 
-    Deterministic: largest first, ties by key and rank. Raises CoverageError.
+    Deterministic: largest first, ties by rank and place. Raises CoverageError.
     """
-    holders: dict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
+    # by the claim itself: equal ones are copies; one place, as a number, or a list of them
+    holders: dict[Claim, int | list[int]] = {}
     for rank, listed in enumerate(claims):
         for position, claim in enumerate(listed):
-            if claim.stored and claim.bytes:
-                address = (
-                    claim.key,
-                    claim.dtype,
-                    claim.global_shape,
-                    claim.offset,
-                    claim.shape,
-                    claim.flat,
-                )
-                holders[address].append((rank, position))
+            if claim.stored:
+                number = rank << 32 | position
+                held = holders.setdefault(claim, number)
+                if held is number:
+                    continue
+                holders[claim] = [*held, number] if isinstance(held, list) else [held, number]
     load = [0] * len(claims)
     chosen: list[list[int]] = [[] for _ in claims]
-
-    def size(copies: list[tuple[int, int]]) -> int:
-        rank, position = copies[0]
-        return claims[rank][position].bytes
-
-    for copies in sorted(holders.values(), key=lambda copies: (-size(copies), copies)):
-        rank, position = min(copies, key=lambda place: (load[place[0]], place))
-        load[rank] += size(copies)
-        chosen[rank].append(position)
+    sized = [
+        (-size, copies if isinstance(copies, int) else copies[0], copies)
+        for claim, copies in holders.items()
+        if (size := claim.bytes)
+    ]
+    for size, _, copies in sorted(sized, key=itemgetter(0, 1)):
+        number = (
+            copies if isinstance(copies, int) else min(copies, key=lambda n: (load[n >> 32], n))
+        )
+        load[number >> 32] -= size
+        chosen[number >> 32].append(number & 0xFFFFFFFF)
     check_coverage(
         claims[rank][position] for rank, listed in enumerate(chosen) for position in listed
     )
@@ -132,8 +168,18 @@ def extent(regions: list[Region]) -> int:
     return max((-(-(r.at + r.bytes) // ALIGN) * ALIGN for r in regions), default=0)
 
 
-def digest(regions_of_ranks: list[list[Region]]) -> str:
-    return sha256(encode_json(regions_of_ranks))
+def digest(regions_of_ranks: Iterable[list[Region]]) -> str:
+    return digest_of(part_digest(regions) for regions in regions_of_ranks)
+
+
+def part_digest(regions: list[Region]) -> str:
+    """Of what one rank stores."""
+    return sha256(encode_json(regions))
+
+
+def digest_of(parts: Iterable[str]) -> str:
+    """Of a whole layout, from those of its ranks."""
+    return sha256("".join(parts).encode())
 
 
 def boxes(piece: Region | Claim) -> list[Box]:
@@ -188,24 +234,52 @@ def overlap(one: Box, other: Box) -> tuple[Extent, Extent] | None:
 
 def check_coverage(pieces: Iterable[Region | Claim]) -> None:
     """Raises CoverageError unless every element of every named tensor is held exactly once."""
-    by_key: dict[str, list[Region | Claim]] = defaultdict(list)
+    by_key: dict[str, dict[Any, list[tuple[int, int] | None]]] = defaultdict(dict)
     for piece in pieces:
-        check_piece(piece)
-        by_key[piece.key].append(piece)
-    for key, held_pieces in by_key.items():
-        shapes = {(piece.global_shape, piece.dtype) for piece in held_pieces}
+        cut = by_key[piece.key]
+        box = (piece.dtype, piece.global_shape, piece.offset, piece.shape)
+        if (flats := cut.get(box)) is None:
+            check_piece(piece)  # but for its own range, which is looked at below
+            flats = cut[box] = []
+        flats.append(piece.flat)
+    for key, cut in by_key.items():
+        shapes = {(shape, dtype) for dtype, shape, _, _ in cut}
         if len(shapes) > 1:
             raise CoverageError(
                 f"{key}: pieces disagree about shape and dtype: {sorted(map(str, shapes))}"
             )
-        held = [box for piece in held_pieces for box in boxes(piece)]
-        shape = held_pieces[0].global_shape
+        held = [
+            one
+            for (_, _, offset, shape), flats in cut.items()
+            for one in _held(key, offset, shape, flats)
+        ]
+        ((shape, _),) = shapes
         if not _fill(held, shape):
             count, whole = sum(prod(box.shape) for box in held), prod(shape)
             raise CoverageError(
                 f"{key}: {count} of {whole} elements are stored"
                 + (", some twice" if count >= whole else "")
             )
+
+
+def _held(
+    key: str, offset: Extent, shape: Extent, flats: list[tuple[int, int] | None]
+) -> Iterator[Box]:
+    """The boxes of pieces of one box: itself, where their ranges are it, one behind the other."""
+    ranges = sorted(flat for flat in flats if flat is not None)
+    ends = [0, *(stop for _, stop in ranges)]
+    if (
+        ranges
+        and ends[-1] == prod(shape)
+        and all(start == end <= stop for (start, stop), end in zip(ranges, ends, strict=False))
+    ):
+        yield Box(offset, shape, 0)
+    else:
+        for start, stop in ranges:
+            check_range(key, shape, (start, stop))
+            yield from _cut(start, stop, shape, offset, 0)
+    for _ in range(flats.count(None)):
+        yield Box(offset, shape, 0)
 
 
 def check_piece(piece: Region | Claim) -> None:
@@ -221,8 +295,13 @@ def check_piece(piece: Region | Claim) -> None:
     inside = zip(offset, shape, whole, strict=True)
     if any(low < 0 or count < 0 or low + count > size for low, count, size in inside):
         raise CoverageError(f"{piece.key}: a piece at {offset} of shape {shape} is outside {whole}")
-    if flat is not None and not 0 <= flat[0] <= flat[1] <= prod(shape):
-        raise CoverageError(f"{piece.key}: elements {flat} are outside a box of shape {shape}")
+    if flat is not None:
+        check_range(piece.key, shape, flat)
+
+
+def check_range(key: str, shape: Extent, flat: tuple[int, int]) -> None:
+    if not 0 <= flat[0] <= flat[1] <= prod(shape):
+        raise CoverageError(f"{key}: elements {flat} are outside a box of shape {shape}")
 
 
 def check_place(region: Region, size: int) -> None:

@@ -180,14 +180,16 @@ class Stager:
         tensors: "list[torch.Tensor]",
         send: Callable[[Window], None],
         give_up: Callable[[str, str], None],
+        windows: list[tuple[int, int, list[int]]] | None = None,
     ) -> StagedCopy:
         """Begin to copy; returns at once.
 
-        `give_up(identity, why)` is called when this save cannot be staged.
+        `give_up(identity, why)` is called when this save cannot be staged. `windows`: of a save of
+        fewer regions than all.
         """
         self.copier.begin()
         self.current = StagedCopy()
-        arguments = (self.current, identity, tensors, send, give_up)
+        arguments = (self.current, identity, tensors, send, give_up, windows or self.windows)
         threading.Thread(
             target=self._run, args=arguments, name="checkpoint-copy", daemon=True
         ).start()
@@ -223,13 +225,14 @@ class Stager:
         tensors: "list[torch.Tensor]",
         send: Callable[[Window], None],
         give_up: Callable[[str, str], None],
+        windows: list[tuple[int, int, list[int]]],
     ) -> None:
         enter_thread(self.copier.device)
         before = time.monotonic()
         slot: Slot | None = None
         try:
-            for number, (start, stop, inside) in enumerate(self.windows):
-                last = number == len(self.windows) - 1
+            for number, (start, stop, inside) in enumerate(windows):
+                last = number == len(windows) - 1
                 slot = self.slots.lease(max(0.0, before + self.deadline_s - time.monotonic()))
                 if slot is None:
                     raise TimeoutError(

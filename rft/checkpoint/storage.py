@@ -28,7 +28,9 @@ from rft.checkpoint.records import final_name
 BLOCK = 4096  # bytes that every device takes as a unit
 RECORD_BYTES = 2**31  # of a manifest or a receipt, at most
 DIRECT_BYTES = 2**23  # below this the page cache is quicker
-WEIGHTS = "weights"  # collection of model-only saves
+WEIGHTS = "weights"  # collection of model-only saves, of which two stay
+VERSIONS = "versions"  # collection of every published version
+COLLECTIONS = ("", WEIGHTS, VERSIONS)  # "": checkpoints
 SCRATCH = ".trash-"  # prefix of directories that are being deleted
 
 
@@ -163,7 +165,8 @@ class LocalStorage:
         """Make the root. OSError when it cannot be written to."""
         missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
         self.root.mkdir(parents=True, exist_ok=True)
-        self.begin(WEIGHTS)
+        for collection in COLLECTIONS[1:]:
+            self.begin(collection)
         for path in (self.root, *(path.parent for path in missing)):
             self.disk.sync_directory(path)
 
@@ -318,14 +321,11 @@ class LocalSink:
 def read_at(file: BinaryIO, start: int, length: int) -> bytes:
     """Exactly these bytes, or fewer where the file ends."""
     file.seek(start)
-    parts = io.BytesIO()
-    while length:
-        part: Any = file.read(length)
-        if not part:
-            break
-        parts.write(part)
+    parts: list[Any] = []
+    while length and (part := file.read(length)):
+        parts.append(part)
         length -= len(part)
-    return parts.getvalue()
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def open_storage(where: str | Path, disk: Disk | None = None) -> Storage:

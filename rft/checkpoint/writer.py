@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 
@@ -21,11 +22,12 @@ from rft.checkpoint.records import (
     Begin,
     CheckpointSettings,
     Output,
+    Patch,
     Receipt,
     decode_json,
     encode_json,
 )
-from rft.checkpoint.storage import Sink, Storage
+from rft.checkpoint.storage import VERSIONS, Sink, Storage
 from rft.ground import durable
 
 log = logging.getLogger(__name__)
@@ -75,19 +77,57 @@ class ChunkHasher:
         self._hash, self._left = xxhash.xxh3_128(), CHUNK
 
 
+class Stream(Protocol):
+    """One output on its way to its file."""
+
+    output: Output
+
+    @property
+    def chunks(self) -> list[str]: ...
+    @property
+    def patch(self) -> Patch | None: ...
+    def write(self, piece: memoryview) -> None: ...
+    def close(self) -> None: ...
+    def abort(self) -> None: ...
+    def done(self, begin: Begin) -> None:
+        """The receipt is durable."""
+
+
+# of a version, by what makes its file with so much room reserved
+Keep = Callable[[Output, Callable[[int], Sink]], Stream]
+
+
 @dataclass
-class Stream:
-    """One output's open file."""
+class PlainStream:
+    """Bytes as they are."""
 
     output: Output
     sink: Sink
     hasher: ChunkHasher = field(default_factory=ChunkHasher)
+    patch: Patch | None = None
+
+    def write(self, piece: memoryview) -> None:
+        self.hasher.update(piece)
+        self.sink.write(piece)
+
+    def close(self) -> None:
+        self.sink.close()
+
+    def abort(self) -> None:
+        self.sink.abort()
+
+    @property
+    def chunks(self) -> list[str]:
+        return self.hasher.finish()
+
+    def done(self, begin: Begin) -> None: ...
 
 
 class Writer:
     """Writes the outputs of one `Begin`, window by window.
 
-    `pace(bytes)` is called after each piece.
+    `pace(bytes)` is called after each piece. A version that cannot be kept (`lose` hears why) costs
+    the other outputs nothing.
     """
 
     def __init__(
@@ -96,54 +136,106 @@ class Writer:
         settings: CheckpointSettings,
         storage: Storage,
         pace: Callable[[int], None],
+        keep: Keep | None = None,
+        lose: Callable[[Begin, Output, str], None] = lambda begin, output, cause: None,
     ):
         self.begin = begin
         self.settings = settings
         self.storage = storage
         self.pace = pace
         self.started = time.monotonic()
+        self.lost: set[str] = set()  # collections of what could not be kept
+        self._keep = keep
+        self._lose = lose
         self._streams: list[Stream] | None = None
+
+    @property
+    def outputs(self) -> list[Output]:
+        """Those that may still be committed."""
+        return [output for output in self.begin.outputs if output.collection not in self.lost]
 
     def window(self, data: memoryview, start: int) -> None:
         """Append bytes that lie at `start` of the file; windows come in order. Raises OSError."""
         if self._streams is None:
-            self._streams = [
-                self._open(output) for output in self.begin.outputs if not self._is_done(output)
-            ]
-        for stream in self._streams:
+            self._streams = []
+            for output in self.begin.outputs:
+                with self._on_its_own(output):
+                    if not self._is_done(output):
+                        self._streams.append(self._open(output))
+        for stream in self._open_streams:
             part = data[: max(0, stream.output.bytes - start)]
-            for at in range(0, len(part), PIECE):
-                piece = part[at : at + PIECE]
-                stream.hasher.update(piece)
-                stream.sink.write(piece)
-                self.pace(len(piece))
+            with self._on_its_own(stream.output):
+                for at in range(0, len(part), PIECE):
+                    piece = part[at : at + PIECE]
+                    stream.write(piece)
+                    self.pace(len(piece))
 
     def finish(self) -> None:
         """Make every output durable and say so in its receipt."""
-        for stream in self._streams or []:
-            stream.sink.close()
-            receipt = self._receipt(stream)
-            self.storage.put(
-                f"{stream.output.draft}/{receipt_name(self.settings.rank)}", encode_json(receipt)
-            )
+        for stream in self._open_streams:
+            with self._on_its_own(stream.output):
+                stream.close()
+                receipt = self._receipt(stream)
+                self.storage.put(
+                    f"{stream.output.draft}/{receipt_name(self.settings.rank)}",
+                    encode_json(receipt),
+                )
+                stream.done(self.begin)
+
+    @property
+    def _open_streams(self) -> list[Stream]:
+        return [s for s in self._streams or [] if s.output.collection not in self.lost]
+
+    @contextlib.contextmanager
+    def _on_its_own(self, output: Output) -> Iterator[None]:
+        """Whatever keeps a version from the disk, of the rest of the save it says nothing."""
+        try:
+            yield
+        except Exception as error:
+            if output.collection != VERSIONS:
+                raise
+            for stream in self._open_streams:
+                if stream.output is output:
+                    stream.abort()
+            self.lost.add(output.collection)
+            self._lose(self.begin, output, str(error))
 
     def abort(self) -> None:
         for stream in self._streams or []:
             stream.sink.abort()
 
     def _open(self, output: Output) -> Stream:
+        self._check_room(output)
+        if output.collection:
+            self.storage.begin(output.collection)
         self.storage.begin(output.draft)
-        free = self.storage.free_bytes()
-        if free is not None and free < output.bytes:
-            raise NoSpace(
-                f"{self.storage.where}: {free / 1e9:.2f} GB are free, this rank's part of a "
-                "checkpoint needs "
-                f"{output.bytes / 1e9:.2f} GB; free some space, or keep fewer with "
-                "trainer.max_checkpoints_to_keep"
-            )
         path = f"{output.draft}/{file_name(self.settings.rank)}"
         self.storage.discard(path)  # of this rank's agent before it died and was started again
-        return Stream(output, self.storage.create(path, output.bytes))
+        if output.collection == VERSIONS:
+            assert self._keep is not None
+            return self._keep(output, lambda size: self.storage.create(path, size))
+        return PlainStream(output, self.storage.create(path, output.bytes))
+
+    def _check_room(self, output: Output) -> None:
+        """Versions leave room for a checkpoint. Raises NoSpace."""
+        free = self.storage.free_bytes()
+        if free is None:
+            return
+        needs = f"{output.bytes / 1e9:.2f} GB"
+        if output.collection == VERSIONS:
+            if free < output.bytes + self.settings.reserve:
+                raise NoSpace(
+                    f"{self.storage.where}: {free / 1e9:.2f} GB are free, of which "
+                    f"{self.settings.reserve / 1e9:.2f} GB are left to checkpoints, and a version "
+                    f"may need {needs}; free some space (rft ckpt gc), or set "
+                    "trainer.checkpoint.versions=none"
+                )
+        elif free < output.bytes:
+            raise NoSpace(
+                f"{self.storage.where}: {free / 1e9:.2f} GB are free, this rank's part of a "
+                f"checkpoint needs {needs}; free some space, or keep fewer with "
+                "trainer.max_checkpoints_to_keep"
+            )
 
     def _is_done(self, output: Output) -> bool:
         """An agent before this one, of the same run epoch, has got as far as the receipt."""
@@ -155,6 +247,7 @@ class Writer:
 
     def _receipt(self, stream: Stream) -> Receipt:
         begin, rank = self.begin, self.settings.rank
+        is_version = stream.output.collection == VERSIONS  # no run goes on from it
         return Receipt(
             format=FORMAT,
             id=begin.id,
@@ -165,12 +258,13 @@ class Writer:
             layout=stream.output.layout,
             file=file_name(rank),
             bytes=stream.output.bytes,
-            chunks=stream.hasher.finish(),
+            chunks=stream.chunks,
             regions=stream.output.regions,
-            small=begin.small,
-            local=begin.local,
+            small={} if is_version else begin.small,
+            local={} if is_version else begin.local,
             loop=begin.loop,
             about=begin.about,
+            patch=stream.patch,
         )
 
 

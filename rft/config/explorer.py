@@ -167,6 +167,10 @@ class ExplorerConfig(Section):
         NonNegInt, "policy versions between evaluations; 0: only at start and end"
     ] = 0
     eval_on_startup: Annotated[Bool, "evaluate before the first step"] = True
+    version: Annotated[
+        NonNegInt | None,
+        "mode=serve, mode=bench: this policy version that the run has kept, not the newest",
+    ] = None
     bench_on_latest_checkpoint: Annotated[
         Bool, "mode=bench: the newest checkpoint alone, not all"
     ] = False

@@ -17,6 +17,7 @@ from rft.ground.names import DTYPES, ITEM_BYTES, Dims, architecture_of, hf_names
 MOST_RANK = 512  # of an adapter in vLLM
 MOST_KEPT = 8  # versions of the adapter in an engine
 HELD = 2  # versions in the object store at most: the one that engines have, and the next
+TOKEN = 8  # bytes that an experience has of a token: its id and log-probability
 
 
 def check_layout(hf: dict[str, Any], megatron: MegatronConfig, num_ranks: int) -> None:
@@ -214,6 +215,11 @@ def versions_kept(synchronizer: SynchronizerConfig) -> int:
 
 def _divisors(number: int) -> str:
     return ", ".join(str(i) for i in range(1, min(number, 64) + 1) if number % i == 0)
+
+
+def batch_bytes(config: Config) -> int:
+    """Columns of a step's experiences, each as long as the model may see."""
+    return int(config.buffer.train_batch_size or 0) * int(config.model.max_model_len or 0) * TOKEN
 
 
 def stored_bytes(config: Config) -> int:

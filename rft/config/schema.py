@@ -198,6 +198,10 @@ class CheckpointConfig(Section):
     )
     best_mode: Annotated[Literal["max", "min"], "which values of best_metric are the best"] = "max"
     max_gb: Annotated[NonNegFloat, "all checkpoints together; 0: no limit"] = 0.0
+    versions: Annotated[
+        Literal["none", "needed", "all"],
+        "which published versions are kept; needed: of which data may still be trained",
+    ] = "none"
 
 
 @dataclass

@@ -555,4 +555,5 @@ class StatelessSource:
     def mark(self) -> int:
         return 0
 
-    def retain(self, loop: dict[str, Any]) -> None: ...
+    def retain(self, loop: dict[str, Any]) -> None:
+        """No policy sampled any of it."""

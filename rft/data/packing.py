@@ -1,6 +1,8 @@
-"""Rows of one step -> balanced, packed microbatches, and their context-parallel slices. Pure numpy.
+"""Rows of one step -> balanced, packed microbatches. Pure numpy.
 
-    rows ──pack──► [dp rank][microbatch] Packed ──slice_cp──► this context-parallel rank's tokens
+    rows ──stack──► [dp rank][microbatch] Stacked: all that must travel, at rank 0
+      Stacked ──packed──► Packed ──slice_cp──► this context-parallel rank's tokens, on every rank
+      (`rft.data.context_parallel`)
 
 Every array of a `Packed` is aligned to the *predicting* position t: `labels[t]`, `weight[t]`,
 `behaviour[t]`, `advantage[t]` and the scores at t belong to the next token of the same sequence.
@@ -119,6 +121,53 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """The rows of one microbatch, one behind the other: what `Packed` is made of. Every array is
+    aligned to its own token here, and nothing is padded.
+    """
+
+    length: int  # of the microbatch, padding included
+    tokens: np.ndarray  # int32 [tokens], the three below float32
+    weight: np.ndarray
+    behaviour: np.ndarray
+    advantage: np.ndarray
+    temperature: np.ndarray  # float32 [sequences]
+    lengths: np.ndarray  # int32 [sequences]
+    rows: np.ndarray  # as in `Packed`
+    shared: np.ndarray
+    scores: dict[str, np.ndarray]  # float32 [tokens] each
+
+    def packed(self) -> Packed:
+        cu_seqlens = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
+        total, ends = int(cu_seqlens[-1]), cu_seqlens[1:]
+
+        def padded(values: np.ndarray, dtype: Any, padding: float = 0) -> np.ndarray:
+            out = np.full(self.length, padding, dtype=dtype)
+            out[: len(values)] = values
+            return out
+
+        def shifted(values: np.ndarray, dtype: Any) -> np.ndarray:
+            out = padded(values[1:], dtype)
+            out[ends[ends > 0] - 1] = 0  # behind a sequence comes none of its own
+            return out
+
+        starts = np.repeat(cu_seqlens[:-1], self.lengths)
+        return Packed(
+            tokens=padded(self.tokens, np.int64),
+            positions=padded(np.arange(total) - starts, np.int64),
+            labels=shifted(self.tokens, np.int64),
+            temperature=padded(
+                np.repeat(self.temperature, self.lengths), np.float32, PADDING["temperature"]
+            ),
+            cu_seqlens=cu_seqlens,
+            rows=self.rows,
+            shared=self.shared,
+            scores={name: shifted(values, np.float32) for name, values in self.scores.items()},
+            **{name: shifted(getattr(self, name), np.float32) for name in NUMBERS},
+        )
+
+
+@dataclass(frozen=True)
 class PackingPolicy:
     """How a step is cut, where that is not by tokens, balanced and
     without padding between the sequences.
@@ -182,8 +231,21 @@ def pack(
     without rows gets microbatches of padding only, which compute nothing and keep the collectives
     aligned.
     """
+    stacked = stack(rows, dp, max_tokens, multiple, cost, cut)
+    return [[one.packed() for one in part] for part in stacked]
+
+
+def stack(
+    rows: list[Row],
+    dp: int,
+    max_tokens: int,
+    multiple: int,
+    cost: Cost = Cost(),
+    cut: PackingPolicy = BY_TOKENS,
+) -> list[list[Stacked]]:
+    """As `pack`, up to what travels."""
     bins = bins_of(rows, dp, max_tokens, multiple, cost, cut)
-    return packed_of(rows, bins, multiple, cut)
+    return stacked_of(rows, bins, multiple, cut)
 
 
 def bins_of(
@@ -207,13 +269,13 @@ def bins_of(
     return assign_chains(found, dp, limit, cost)
 
 
-def packed_of(
+def stacked_of(
     rows: list[Row], bins: list[list[list[int]]], multiple: int, cut: PackingPolicy = BY_TOKENS
-) -> list[list[Packed]]:
+) -> list[list[Stacked]]:
     """The rows of each of `bins` as one microbatch."""
     scores = tuple(rows[0].scores) if rows else ()
     return [
-        [_join(_picked(rows, bin_, cut.pad), bin_, multiple, scores, cut.share) for bin_ in part]
+        [_stacked(_picked(rows, bin_, cut.pad), bin_, multiple, scores, cut.share) for bin_ in part]
         for part in bins
     ]
 
@@ -434,15 +496,11 @@ def _lengthened(row: Row, length: int) -> Row:
     return Row(*padded, row.temperature, scores, row.group)
 
 
-def _join(
+def _stacked(
     picked: list[Row], chosen: list[int], multiple: int, scores: Iterable[str], share: bool = False
-) -> Packed:
-    """Concatenate rows, shift their targets to the predicting position, pad the end.
-
-    `scores`: names of those of all rows.
-    """
+) -> Stacked:
+    """`scores`: names of those of all rows."""
     lengths = np.array([len(row.tokens) for row in picked], dtype=np.int32)
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     shared = np.zeros(len(picked), dtype=np.int64)
     if share:
         shared = shared_lengths(
@@ -451,42 +509,31 @@ def _join(
             # a row of no group shares with none
             [row.group if row.group >= 0 else -1 - at for at, row in enumerate(picked)],
         )
-    total = int(cu_seqlens[-1])
-    padded = max(multiple, -(-total // multiple) * multiple)
 
-    def joined(parts: list[np.ndarray], dtype: Any, padding: float = 0) -> np.ndarray:
-        out = np.full(padded, padding, dtype=dtype)
-        if parts:
-            out[:total] = np.concatenate(parts)
-        return out
+    def joined(parts: list[np.ndarray], dtype: Any = np.float32) -> np.ndarray:
+        return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype)
 
-    def shifted(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
-        return joined([np.append(part[1:], part.dtype.type(0)) for part in parts], dtype)
-
-    return Packed(
-        tokens=joined([row.tokens for row in picked], np.int64),
-        positions=joined([np.arange(n) for n in lengths], np.int64),
-        labels=shifted([row.tokens for row in picked], np.int64),
-        weight=shifted([row.weight * (row.trained > 0) for row in picked], np.float32),
-        behaviour=shifted([row.behaviour for row in picked], np.float32),
-        advantage=shifted([row.advantage for row in picked], np.float32),
-        temperature=joined(
-            [np.full(len(row.tokens), row.temperature) for row in picked], np.float32, 1.0
-        ),
-        cu_seqlens=cu_seqlens,
+    return Stacked(
+        length=max(multiple, -(-int(lengths.sum()) // multiple) * multiple),
+        tokens=joined([row.tokens for row in picked], np.int32),
+        weight=joined([row.weight * (row.trained > 0) for row in picked]),
+        behaviour=joined([row.behaviour for row in picked]),
+        advantage=joined([row.advantage for row in picked]),
+        temperature=np.array([row.temperature for row in picked], dtype=np.float32),
+        lengths=lengths,
         rows=np.array(chosen, dtype=np.int32),
         shared=shared,
-        scores={name: shifted([row.scores[name] for row in picked], np.float32) for name in scores},
+        scores={name: joined([row.scores[name] for row in picked]) for name in scores},
     )
 
 
-def shared_of(parts: Iterable[Iterable[Packed]], cost: Cost) -> dict[str, float]:
+def shared_of(parts: Iterable[Iterable[Stacked]], cost: Cost) -> dict[str, float]:
     """Metrics of a step: which part of its tokens, and of its FLOPs, other rows' serve for."""
-    given = [packed for part in parts for packed in part if len(packed.rows)]
+    given = [stacked for part in parts for stacked in part if len(stacked.rows)]
     if not given:
         return {}
-    lengths = np.concatenate([np.diff(packed.cu_seqlens) for packed in given]).astype(np.float64)
-    shared = np.concatenate([packed.shared for packed in given]).astype(np.float64)
+    lengths = np.concatenate([stacked.lengths for stacked in given]).astype(np.float64)
+    shared = np.concatenate([stacked.shared for stacked in given]).astype(np.float64)
     return {
         "packing/shared_frac": float(shared.sum() / lengths.sum()),
         "packing/shared_flops_frac": float(cost(shared).sum() / cost(lengths).sum()),
@@ -495,7 +542,7 @@ def shared_of(parts: Iterable[Iterable[Packed]], cost: Cost) -> dict[str, float]
 
 def empty(length: int, scores: Iterable[str] = ()) -> Packed:
     """A microbatch of padding only, with scores of these names."""
-    return _join([], [], length, scores)
+    return _stacked([], [], length, scores).packed()
 
 
 def multiple_of(tensor: int, context: int, kernels: int = 1) -> int:
@@ -505,62 +552,3 @@ def multiple_of(tensor: int, context: int, kernels: int = 1) -> int:
     microbatch where there are none.
     """
     return lcm(tensor * kernels, 2 if context > 1 else 1)
-
-
-def slice_cp(packed: Packed, rank: int, size: int, multiple: int = 1, length: int = 0) -> Packed:
-    """Rank's part of every sequence: cut into 2*size equal chunks (padded), take chunks `rank` and
-    `2*size-1-rank`.
-
-    Early chunks attend to little and late ones to much, so this pair costs every rank the same
-    (Megatron's order). The result is padded to a multiple of `multiple` and at least `length`; its
-    `cu_seqlens` are local. size=1 only pads.
-    """
-    assert size == 1 or not packed.shared.any(), "context-parallel ranks share no prefixes"
-    flat = cp_index(packed, rank, size)
-    starts, stops = packed.cu_seqlens[:-1], packed.cu_seqlens[1:]
-    bounds = stops - starts if size == 1 else 2 * -((starts - stops) // (2 * size))
-    target = max(length, multiple, -(-len(flat) // multiple) * multiple)
-
-    def sliced(source: np.ndarray, padding: float = 0) -> np.ndarray:
-        out = np.full(target, padding, dtype=source.dtype)
-        out[: len(flat)] = np.where(flat >= 0, source[np.maximum(flat, 0)], padding)
-        return out
-
-    arrays = {name: sliced(getattr(packed, name), PADDING.get(name, 0)) for name in TOKEN_FIELDS}
-    cu_seqlens = np.concatenate([[0], np.cumsum(bounds, dtype=np.int64)]).astype(np.int32)
-    scores = {name: sliced(values) for name, values in packed.scores.items()}
-    return Packed(
-        **arrays, cu_seqlens=cu_seqlens, rows=packed.rows, shared=packed.shared, scores=scores
-    )
-
-
-def cp_index(packed: Packed, rank: int, size: int) -> np.ndarray:
-    """Index in `packed` of each token that `rank` holds, -1 for padding inside a sequence."""
-    bounds = packed.cu_seqlens.tolist()
-    if size == 1:
-        return np.arange(bounds[-1])
-    found = [np.zeros(0, dtype=np.int64)]
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
-        chunk = -(-(stop - start) // (2 * size))
-        index = (
-            np.concatenate(
-                [np.arange(c * chunk, (c + 1) * chunk) for c in (rank, 2 * size - 1 - rank)]
-            )
-            + start
-        )
-        found.append(np.where(index < stop, index, -1))
-    return np.concatenate(found)
-
-
-def cp_positions(cu_seqlens: np.ndarray, rank: int, size: int) -> np.ndarray:
-    """Position inside its (padded) sequence of every token that rank
-    holds, given the *local* cu_seqlens.
-    """
-    parts = []
-    for n in np.diff(cu_seqlens).tolist():
-        if size == 1:
-            parts.append(np.arange(n))
-            continue
-        chunk = n // 2
-        parts += [np.arange(c * chunk, (c + 1) * chunk) for c in (rank, 2 * size - 1 - rank)]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

@@ -26,9 +26,10 @@ from rft.data.packing import (
     Packed,
     PackingPolicy,
     Row,
+    Stacked,
     bins_of,
     chunks,
-    packed_of,
+    stacked_of,
     token_weights,
 )
 from rft.data.prefixes import shared_lengths
@@ -114,7 +115,7 @@ class RowPacking:
 
 def planned(
     rows: list[Row], rule: UpdateRule, step: int, packing: RowPacking, mode: str, longest: int = 1
-) -> tuple[list[list[Packed]], list[Update]]:
+) -> tuple[list[list[Stacked]], list[Update]]:
     """Microbatches of every data-parallel rank, each row in one of them, and the updates; none:
     the whole part is one. `mode` and `longest` as in `token_weights`.
     """
@@ -123,7 +124,7 @@ def planned(
     first = rule.updates_of(kinds, step, 0)
     if rule.epochs * len(first) == 1:
         bins = packing.bins(rows)
-        return packed_of(rows, bins, packing.multiple, packing.cut), []
+        return stacked_of(rows, bins, packing.multiple, packing.cut), []
     found = [
         [
             [[members[at] for at in bin_] for bin_ in rank]
@@ -147,7 +148,7 @@ def planned(
         )
     trained = [int((row.trained > 0).sum()) for row in rows]
     updates = [Update(bins, _weights(bins, trained, kinds, mode, longest)) for bins in found]
-    return packed_of(rows, ranks, packing.multiple, packing.cut), updates
+    return stacked_of(rows, ranks, packing.multiple, packing.cut), updates
 
 
 def _weights(

@@ -1,9 +1,8 @@
 """Microbatches on their way from rank 0 to the ranks that train on them.
 
 In: the microbatches of one data-parallel index. Out: bytes, and at the other end the same
-microbatches, every bit. What follows from tokens and lengths (positions, labels, padding) is made
-there; of what stands for long stretches (weights, advantages), lengths of runs travel. msgpack, no
-pickle.
+microbatches, every bit. Columns travel as they lie in memory; of what stands for long stretches
+(weights, advantages), lengths of runs travel. msgpack, no pickle.
 """
 
 from typing import Any
@@ -11,72 +10,72 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rft.data.packing import NUMBERS, PADDING, Packed
+from rft.data.packing import NUMBERS, Stacked
+
+SEQUENCES = {
+    "temperature": np.float32,
+    "lengths": np.int32,
+    "rows": np.int32,
+    "shared": np.int64,
+}  # one number each
+Column = tuple[memoryview, memoryview]  # values and how often each stands; no counts: once
 
 
-def encode_part(part: list[Packed]) -> bytes:
-    """Bytes of one rank's microbatches: what a rank cannot make by itself, padding left out."""
-    return msgspec.msgpack.encode([_wire(packed) for packed in part])
+class EncodedMicrobatch(msgspec.Struct, array_like=True):
+    length: int
+    tokens: memoryview
+    sequences: list[memoryview]
+    numbers: list[Column]
+    scores: dict[str, Column]
 
 
-def decode_part(data: bytes) -> list[Packed]:
-    return [_packed(told) for told in msgspec.msgpack.decode(data)]
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[EncodedMicrobatch])
 
 
-def _wire(packed: Packed) -> dict[str, Any]:
-    starts, total = packed.cu_seqlens[:-1], int(packed.cu_seqlens[-1])
-    return {
-        "length": packed.length,
-        "tokens": packed.tokens[:total].astype(np.int32).tobytes(),
-        "temperature": packed.temperature[starts].tobytes(),
-        "numbers": [_runs(getattr(packed, name)[:total]) for name in NUMBERS],
-        "scores": {name: _runs(values[:total]) for name, values in packed.scores.items()},
-        "sequences": [array.tobytes() for array in (packed.cu_seqlens, packed.rows, packed.shared)],
-    }
+def encode_part(part: list[Stacked]) -> bytearray:
+    """Bytes of one rank's microbatches, which may be written to."""
+    made = bytearray()
+    _encoder.encode_into([_told(stacked) for stacked in part], made)
+    return made
 
 
-def _packed(told: dict[str, Any]) -> Packed:
-    cu_seqlens, rows, shared = (
-        np.frombuffer(raw, dtype=dtype)
-        for raw, dtype in zip(told["sequences"], (np.int32, np.int32, np.int64), strict=True)
+def decode_part(data: Any) -> list[Stacked]:
+    """Of a buffer, which the columns go on using."""
+    return [_stacked(told) for told in _decoder.decode(data)]
+
+
+def _told(stacked: Stacked) -> EncodedMicrobatch:
+    return EncodedMicrobatch(
+        stacked.length,
+        stacked.tokens.data,
+        [getattr(stacked, name).data for name in SEQUENCES],
+        [_runs(getattr(stacked, name)) for name in NUMBERS],
+        {name: _runs(values) for name, values in stacked.scores.items()},
     )
-    lengths, ends = np.diff(cu_seqlens), cu_seqlens[1:]
-    total = int(cu_seqlens[-1])
 
-    def whole(values: np.ndarray, dtype: Any, padding: float = 0) -> np.ndarray:
-        out = np.full(told["length"], padding, dtype=dtype)
-        out[: len(values)] = values
-        return out
 
-    tokens = whole(np.frombuffer(told["tokens"], dtype=np.int32), np.int64)
-    labels = whole(tokens[1:total], np.int64)
-    labels[ends[ends > 0] - 1] = 0  # behind a sequence comes none of its own
-    temperature = np.frombuffer(told["temperature"], dtype=np.float32)
-    return Packed(
-        tokens=tokens,
-        positions=whole(np.arange(total) - np.repeat(cu_seqlens[:-1], lengths), np.int64),
-        labels=labels,
-        temperature=whole(np.repeat(temperature, lengths), np.float32, PADDING["temperature"]),
-        cu_seqlens=cu_seqlens,
-        rows=rows,
-        shared=shared,
-        scores={n: whole(_of_runs(values), np.float32) for n, values in told["scores"].items()},
+def _stacked(told: EncodedMicrobatch) -> Stacked:
+    return Stacked(
+        length=told.length,
+        tokens=np.frombuffer(told.tokens, dtype=np.int32),
+        scores={name: _of_runs(*column) for name, column in told.scores.items()},
         **{
-            name: whole(_of_runs(values), np.float32)
-            for name, values in zip(NUMBERS, told["numbers"], strict=True)
+            name: np.frombuffer(raw, dtype=dtype)
+            for (name, dtype), raw in zip(SEQUENCES.items(), told.sequences, strict=True)
         },
+        **{name: _of_runs(*column) for name, column in zip(NUMBERS, told.numbers, strict=True)},
     )
 
 
-def _runs(values: np.ndarray) -> tuple[bytes, bytes]:
-    """float32 values and how often each stands; no counts: once. Equal are those of equal bits."""
+def _runs(values: np.ndarray) -> Column:
+    """Of float32 values; equal are those of equal bits."""
     bits = values.view(np.int32)
     last = np.append(np.flatnonzero(bits[1:] != bits[:-1]), len(bits) - 1)
     if 2 * len(last) >= len(bits):
-        return values.tobytes(), b""
-    return values[last].tobytes(), np.diff(last, prepend=-1).astype(np.int32).tobytes()
+        return values.data, memoryview(b"")
+    return values[last].data, np.diff(last, prepend=-1).astype(np.int32).data
 
 
-def _of_runs(told: tuple[bytes, bytes]) -> np.ndarray:
-    values = np.frombuffer(told[0], dtype=np.float32)
-    return np.repeat(values, np.frombuffer(told[1], dtype=np.int32)) if told[1] else values
+def _of_runs(values: memoryview, counts: memoryview) -> np.ndarray:
+    found = np.frombuffer(values, dtype=np.float32)
+    return np.repeat(found, np.frombuffer(counts, dtype=np.int32)) if len(counts) else found

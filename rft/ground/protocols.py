@@ -161,7 +161,7 @@ class TrainerMesh(Collective, Protocol):
     @property
     def is_last_stage(self) -> bool: ...
     def scatter_parts(self, parts: list[list[Any]] | None) -> list[Any]:
-        """Of rank 0's microbatches per data-parallel index those of this rank."""
+        """Of rank 0's stacked microbatches per data-parallel index those of this rank, packed."""
 
     def reduce(self, sums: "torch.Tensor", maxima: "torch.Tensor") -> None:
         """Over all ranks that hold different tokens, in place."""
@@ -176,11 +176,18 @@ class Checkpoints(Protocol):
     """
 
     requested: int | None
+    needed: int  # the oldest version that data which may be trained is of
 
     @property
     def newest(self) -> int | None: ...
     def save(
-        self, step: int, models: Any, loop: dict[str, Any], full: bool = True, weights: bool = False
+        self,
+        step: int,
+        models: Any,
+        loop: dict[str, Any],
+        full: bool = True,
+        weights: bool = False,
+        version: bool = False,
     ) -> bool: ...
     def poll(self) -> list[Any]: ...
     def before_update(self) -> float: ...

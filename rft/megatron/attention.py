@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from rft.data.packing import cp_positions
+from rft.data.context_parallel import cp_positions
 from rft.data.prefixes import Computed
 from rft.ground.device import attention_dtype
 

@@ -29,7 +29,7 @@ from megatron.core import parallel_state
 from torch.distributed.nn.functional import all_reduce
 
 from rft.config import MegatronConfig
-from rft.data.packing import Packed
+from rft.data.packing import Packed, Stacked
 from rft.data.wire import decode_part, encode_part
 from rft.ground.device import Device, collective_timeout
 from rft.ground.names import Place
@@ -164,36 +164,36 @@ class Mesh:
         return [msgspec.msgpack.decode(part.numpy().tobytes()) for part in parts]
 
     @_named
-    def scatter_parts(self, parts: list[list[Packed]] | None) -> list[Packed]:
+    def scatter_parts(self, parts: list[list[Stacked]] | None) -> list[Packed]:
         """The microbatches of this rank's data-parallel index; `parts` (one per index) is given at
         rank 0 only. Each part leaves rank 0 once: the ranks that it is for hand it on among
-        themselves.
+        themselves, and each lays it out.
         """
-        if parts is not None and self.world == 1:
-            return parts[0]
-        mine = self._send_parts(parts) if parts is not None else None
-        if mine is None and self._is_lead:
-            mine = self._receive_part()
-        found = self._spread(mine)
-        return parts[self.dp_rank] if parts is not None else decode_part(found.numpy().tobytes())
+        if parts is None:
+            found = self._spread(self._receive_part() if self._is_lead else None)
+            own = decode_part(found.numpy().data)
+        else:
+            own = parts[self.dp_rank]
+            self._send_parts(parts)
+            if self.world > self.dp:
+                self._spread(_tensor(encode_part(own)))
+        return [stacked.packed() for stacked in own]
 
     @property
     def _is_lead(self) -> bool:
         """Of the ranks of its data-parallel index, the one that rank 0 speaks to."""
         return not (self.tp_rank or self.cp_rank or self.pp_rank)
 
-    def _send_parts(self, parts: list[list[Packed]]) -> torch.Tensor:
-        """To the other leads; returns the encoded part of this one."""
+    def _send_parts(self, parts: list[list[Stacked]]) -> None:
+        """To the other leads."""
         sends = []
         for rank, (index, is_lead) in enumerate(self._places):
             if rank and is_lead:
-                data = encode_part(parts[index])
-                for message in (torch.tensor([len(data)]), _buffer(data, len(data))):
+                data = _tensor(encode_part(parts[index]))
+                for message in (torch.tensor([len(data)]), data):
                     sends.append(dist.isend(message, rank, group=self._control))
-        mine = encode_part(parts[self.dp_rank]) if self.world > self.dp else b""
         for send in sends:
             send.wait()
-        return _buffer(mine, len(mine))
 
     def _receive_part(self) -> torch.Tensor:
         size = torch.zeros(1, dtype=torch.int64)
@@ -276,9 +276,14 @@ class Mesh:
             dist.destroy_process_group()
 
 
+def _tensor(data: bytearray) -> torch.Tensor:
+    """The same bytes."""
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
 def _buffer(data: bytes, size: int) -> torch.Tensor:
     """`data` as a writable uint8 tensor of `size` elements; what is missing is 0."""
     buffer = torch.zeros(size, dtype=torch.uint8)
     if data:
-        buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        buffer[: len(data)] = _tensor(bytearray(data))
     return buffer

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from rft.algorithm.fields import Fields
 from rft.config import LoraConfig, TrainerConfig
 from rft.config.layout import check_layout, lora_of
-from rft.data.packing import Packed, cp_index, empty, multiple_of, slice_cp
+from rft.data.context_parallel import cp_index, slice_cp
+from rft.data.packing import Packed, empty, multiple_of
 from rft.data.prefixes import Computed, computed_of
 from rft.ground.device import default_dtype, torch_dtype
 from rft.ground.names import Dims, read_hf_config

@@ -76,6 +76,7 @@ class MemoryPlan:
     engine_cache: int  # on a CPU
     received: int  # weights that wait in host memory until they are installed
     served: int  # by all ranks together: what engines got last, from which changes are told
+    kept: int  # by all agents together: the version that they wrote last, the same
 
     @property
     def engine(self) -> int:
@@ -153,6 +154,7 @@ def plan(config: Config) -> MemoryPlan:
         engine_cache=int(rollout.kv_cache_gb * 1e9),
         received=0 if synchronizer.receive == "direct" else coming * item,
         served=trained * item if synchronizer.sync == "delta" else 0,
+        kept=trained * item if config.trainer.checkpoint.versions != "none" else 0,
     )
 
 
@@ -276,6 +278,7 @@ def on_host(config: Config, wanted: MemoryPlan, on_cpu: bool) -> dict[str, int]:
     parts = {
         PROCESSES: processes(ranks, engines),
         "staging of checkpoints": ranks * wanted.staging,
+        "the last version kept": wanted.kept if ranks else 0,
         "weights that engines have": wanted.served if ranks else 0,
         "weights that engines receive": receivers * rollout.tensor_parallel_size * wanted.received,
         # each engine hands one version to its workers, in a file in memory

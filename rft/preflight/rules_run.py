@@ -95,6 +95,12 @@ def _no_delta(key: str, test: Callable[[Config], bool], why: str, more: str = ""
 
 
 SYNC = (
+    Rule(
+        "explorer.version mode",
+        lambda c: c.explorer.version is not None and c.mode not in ("bench", "serve"),
+        "explorer.version={explorer.version} with mode={mode}: a version that was kept is served "
+        "or evaluated; set mode=serve or mode=bench, or leave it out",
+    ),
     Rule(f"synchronizer.sync_method mode {TYPE}", _method),
     Rule(
         "synchronizer.sync_method synchronizer.lora_sync",

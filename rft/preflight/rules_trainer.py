@@ -260,7 +260,26 @@ def _best_metric(c: Config) -> Iterator[str]:
         yield f"{key}={metric} is of no evaluation set: give eval/<set>/<metric> with one of {sets}"
 
 
+def _versions(c: Config) -> Iterator[str]:
+    key = f"trainer.checkpoint.versions={c.trainer.checkpoint.versions}"
+    if c.trainer.checkpoint.versions == "none" or c.mode not in ("both", "train"):
+        return
+    if is_supervised(c.algorithm):
+        yield f"{key}: no version is published, nobody samples from one; leave it out"
+    elif c.trainer.checkpoint.versions == "needed" and (
+        c.mode != "both" or c.buffer.trainer_input.experience_buffer.storage_type != "queue"
+    ):
+        yield (
+            f"{key} needs mode=both and {BUFFER}.storage_type=queue, whose journal says which "
+            "versions its data is of; set trainer.checkpoint.versions=all"
+        )
+
+
 CHECKPOINT = (
+    Rule(
+        f"trainer.checkpoint.versions mode {TYPE} {BUFFER}.storage_type",
+        _versions,
+    ),
     Rule(
         "trainer.checkpoint.keep_best",
         lambda c: c.trainer.checkpoint.keep_best and not c.trainer.checkpoint.best_metric,

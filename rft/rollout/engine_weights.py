@@ -227,8 +227,8 @@ class EngineWeights:
 
     @tells_its_death
     async def load_weights_from(self, path: str, version: int) -> Installed:
-        """Install the safetensors of a Hugging Face directory as `version`: the same round, from
-        files.
+        """Install the safetensors of a Hugging Face directory, or the weights of a committed save,
+        as `version`: the same round, from files.
         """
         return await self._install(Round(version=version, location=AtPath(path=path)))
 

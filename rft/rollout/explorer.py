@@ -530,7 +530,7 @@ class Explorer:
             raise
 
     async def load_weights(self, path: str, version: int) -> None:
-        """Bench mode: every engine loads a Hugging Face directory."""
+        """Bench mode: every engine loads a Hugging Face directory, or a committed save."""
         await asyncio.gather(
             *(
                 m.handle.ask(RolloutEngine.load_weights_from, path, version)

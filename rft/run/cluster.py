@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from rft.config import Config
-from rft.config.layout import stored_bytes
+from rft.config.layout import batch_bytes, stored_bytes
 from rft.ground.device import loopback_environment
 from rft.ground.protocols import ActorHandle
 from rft.run.cards import Machine
 
 log = logging.getLogger(__name__)
 # for batches of tokens; weights only where `synchronizer.sync_method=memory`
-OBJECT_STORE_BYTES = 256 * 2**20
+OBJECT_STORE_BYTES = 256 * 2**20  # beside weights and experiences
+BATCHES = 2  # in the store at a time: on the way to the buffer, and to rank 0
 PRIVATE_RAY = {
     # without its head a private Ray ends itself, after this
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
@@ -85,11 +86,18 @@ def start(config: Config) -> str:
                 num_cpus=cluster.ray_num_cpus or actors_of(config),
                 num_gpus=0,
                 include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES + stored_bytes(config),
+                object_store_memory=store_bytes(config),
                 _node_ip_address="127.0.0.1",
                 **shared,
             )
     return ray.get_runtime_context().gcs_address
+
+
+def store_bytes(config: Config) -> int:
+    """Of Ray's object store, which takes them as they are needed: a batch of 1,024 experiences of
+    32,768 tokens is 0.27 GB, and what finds no room goes to the disk.
+    """
+    return OBJECT_STORE_BYTES + stored_bytes(config) + BATCHES * batch_bytes(config)
 
 
 def keep_token(home: Path, environment: Mapping[str, str]) -> None:

@@ -78,7 +78,7 @@ def run_stages(stages: list[Config], check: Callable[[Config], None]) -> int:
                 with owners.held(stages[index]):
                     main_log(owners.place(stages[index]), stages[index].log.level)
                     config = ready(stages, index, check)
-                    if config.mode == "bench":
+                    if config.mode == "bench" or config.explorer.version is not None:
                         check_exports(config)
                     StageRun(config, events).run()
             except StageFailed as error:

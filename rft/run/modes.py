@@ -17,7 +17,7 @@ from rft.config import Config
 from rft.ground.experience import EvalResult, decode
 from rft.ground.protocols import ActorHandle
 from rft.rollout.explorer import Explorer, ExplorerHandle
-from rft.run.stages import exports
+from rft.run.stages import exports, saved_version
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 from rft.trainer.control import REPLY_S, START_S
 
@@ -118,10 +118,12 @@ def is_whole(row: dict[str, Any], names: list[str]) -> bool:
     return all(f"bench/{name}/accuracy" in row for name in names)
 
 
-def chosen(config: Config) -> list[tuple[int, Path]]:
-    """(step, directory) of the models that a bench evaluates."""
+def chosen(config: Config) -> list[tuple[int, Path | str]]:
+    """(step, directory) of the models that a bench evaluates: exports, or one version's save."""
+    if (version := config.explorer.version) is not None:
+        return [(version, saved_version(config, version))]
     exported = exports(configs.job_dir(config))
     if config.explorer.bench_on_latest_checkpoint:
         return exported[-1:]
     base = [(0, Path(config.model.model_path))] if config.explorer.eval_on_startup else []
-    return base + exported
+    return [*base, *exported]

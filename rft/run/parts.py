@@ -77,6 +77,7 @@ def synchronizer_spec(
         settings.kv,
         settings.receive == "direct",
         configs.checkpoint_root(config) if config.mode in ("explore", "serve") else None,
+        version=config.explorer.version if config.mode == "serve" else None,
     )
     return ActorSpec("synchronizer", "synchronizer", make)
 

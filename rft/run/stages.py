@@ -16,7 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from rft.config import TRAINING, Config, ConfigError, is_remote, job_dir
+from rft.checkpoint import catalog
+from rft.checkpoint.storage import open_storage
+from rft.config import TRAINING, Config, ConfigError, checkpoint_root, is_remote, job_dir
 from rft.extras.pipeline import tasks
 from rft.ground import hubs
 from rft.ground.errors import refuse_all
@@ -165,8 +167,23 @@ def export_dir(job: Path, step: int) -> Path:
     return job / "huggingface" / f"step_{step:08d}"
 
 
+def saved_version(config: Config, version: int) -> str:
+    """Path or URL of the save with the weights of that policy version."""
+    root = checkpoint_root(config)
+    path = catalog.weights_of(open_storage(root), version)
+    if path is None:
+        raise ConfigError(
+            f"explorer.version={version}: {root} has no weights of that version; `rft ckpt ls` "
+            "tells which there are, and trainer.checkpoint.versions=all keeps every one"
+        )
+    return f"{root}/{path}"
+
+
 def check_exports(config: Config) -> None:
-    """Refuse a bench that has nothing to evaluate."""
+    """Refuse a bench that has nothing to evaluate, or a version that is not there."""
+    if config.explorer.version is not None:
+        saved_version(config, config.explorer.version)
+        return
     job = job_dir(config)
     if not exports(job):
         raise ConfigError(

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rft.ground.delta import Encoder
 from rft.ground.experience import Record
 from rft.ground.names import ITEM_BYTES
 from rft.sync.buckets import Blocks, host_checksum, seed_of
 from rft.sync.connection import PeerConnection, PeerLost
-from rft.sync.delta import Encoder
 from rft.sync.plan import Bucket, WeightStream, row_bytes
 
 # of the elements of a bucket: where more have changed, finding them takes longer than sending all

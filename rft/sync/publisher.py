@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 
 from rft.config import SynchronizerConfig
-from rft.data.packing import Packed, Row, pack
+from rft.data.packing import Packed, Row, Stacked, stack
 from rft.ground.columns import behind
 from rft.ground.experience import Completion, GenerateRequest, Record, Sampling, decode, encode
 from rft.ground.protocols import Collective, TrainerMesh
@@ -340,7 +340,7 @@ class Probe:
         if not due:
             return {}
         completions = self._ask(version) if self.synchronizer is not None else []
-        parts = self._packed(completions) if self.mesh.rank == 0 else None
+        parts = self._stacked(completions) if self.mesh.rank == 0 else None
         mean, most = self._differences(self.mesh.scatter_parts(parts))
         if mean > LIMIT:
             raise RuntimeError(
@@ -364,9 +364,9 @@ class Probe:
         )
         return [made for answer in answers for made in decode(answer, list[Completion])]
 
-    def _packed(self, completions: list[Completion]) -> list[list[Packed]]:
+    def _stacked(self, completions: list[Completion]) -> list[list[Stacked]]:
         rows = [_row(self.request.prompt, made) for made in completions]
-        return pack(rows, self.mesh.dp, PROMPT_TOKENS + NEW_TOKENS, self.policy.multiple)
+        return stack(rows, self.mesh.dp, PROMPT_TOKENS + NEW_TOKENS, self.policy.multiple)
 
     def _differences(self, part: list[Packed]) -> tuple[float, float]:
         """Mean and maximum over all ranks; ranks that hold the same tokens count them as often."""

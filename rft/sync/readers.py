@@ -23,9 +23,11 @@ import numpy as np
 import torch
 
 from rft.checkpoint import export
+from rft.checkpoint.catalog import step_of
 from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, StorageUnreachable
-from rft.checkpoint.sharding import Claim
-from rft.checkpoint.storage import open_storage
+from rft.checkpoint.records import MANIFEST
+from rft.checkpoint.sharding import MODEL, Claim
+from rft.checkpoint.storage import Storage, open_storage
 from rft.ground.names import read_hf_config
 from rft.ground.protocols import Block
 from rft.ground.rounds import InFile, InSave, Round, TrainerInfo
@@ -257,9 +259,15 @@ def _within(claim: Claim, block: Block) -> Claim | None:
 
 
 def file_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a Hugging Face directory's safetensors files."""
+    """Every tensor of a Hugging Face directory's safetensors files, or every weight of a committed
+    save.
+    """
     from safetensors import safe_open
 
+    root, name = export.split(path)
+    if step_of(name) is not None and MANIFEST in (storage := open_storage(root)).list(name):
+        yield from _saved_tensors(storage, name)
+        return
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{path} holds no *.safetensors")
@@ -267,3 +275,11 @@ def file_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 yield name, opened.get_tensor(name)
+
+
+def _saved_tensors(storage: Storage, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    with Checkpoint(storage, name) as saved:
+        for key, (dtype, shape) in saved.tensors.items():
+            if key.startswith(MODEL):
+                flat = torch.from_numpy(saved.whole(key).reshape(-1).view(np.uint8))
+                yield key.removeprefix(MODEL), flat.view(getattr(torch, dtype)).reshape(shape)

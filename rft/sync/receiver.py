@@ -27,6 +27,7 @@ import msgspec
 import torch
 
 from rft.ground import device as devices
+from rft.ground.delta import Changes, read
 from rft.ground.rounds import GroupSeat, Round, TrainerInfo
 from rft.ground.streams import Beside, enter_thread, settle
 from rft.sync import plan as plans
@@ -40,7 +41,6 @@ from rft.sync.buckets import (
 )
 from rft.sync.communicator import MakeTransport, nccl
 from rft.sync.connection import CHUNK, PeerConnection, PeerLost, handshake, told
-from rft.sync.delta import Changes, read
 from rft.sync.fanout import before, comes_from_trainer, head
 from rft.sync.groups import Way, join_group
 from rft.sync.history import BucketHead, Told, itemsize, payload

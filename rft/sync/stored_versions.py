@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rft.checkpoint.catalog import list_entries, read_manifest
+from rft.checkpoint.catalog import list_entries, read_manifest, weights_of
 from rft.checkpoint.storage import WEIGHTS, open_storage
 from rft.ground.rounds import InStore
 from rft.sync.members import Mark
@@ -109,9 +109,17 @@ class Refusal(RuntimeError):
     """No engine could take a version, for a reason that lies in the version."""
 
 
-def find(root: str) -> list[Saved]:
-    """All of them, newest first. Raises OSError when the medium does not answer."""
+def find(root: str, version: int | None = None) -> list[Saved]:
+    """All of them, newest first; or that of one `version`, wherever its weights are. Raises OSError
+    when the medium does not answer.
+    """
     storage = open_storage(root)
+    if version is not None:
+        path = weights_of(storage, version)
+        if path is None:
+            return []
+        manifest = read_manifest(storage, path)
+        return [Saved(manifest.epoch, version, path, manifest.seal)]
     found = []
     for entry in list_entries(storage, WEIGHTS):
         try:
@@ -134,8 +142,16 @@ class SavedVersions:
     version). `publish` brings one to the engines; it raises Refusal when none can take it.
     """
 
-    def __init__(self, root: str, publish: Callable[[Saved], Awaitable[None]], patience: float):
+    def __init__(
+        self,
+        root: str,
+        publish: Callable[[Saved], Awaitable[None]],
+        patience: float,
+        version: int | None = None,
+    ):
+        """`version`: that one alone."""
         self.root = root
+        self.version = version
         self.patience = patience
         self.last: Saved | None = None  # published
         self._publish = publish
@@ -147,7 +163,9 @@ class SavedVersions:
 
         Raises when nothing of it is good.
         """
-        if await self.look() is None and self._refused:
+        if await self.look() is None and self.version is not None and not self._refused:
+            raise RuntimeError(f"{self.root} has no weights of version {self.version}")
+        if self.last is None and self._refused:
             raise RuntimeError(
                 f"of the weights saved at {self.root} none can be served: {self._reasons()}"
             )
@@ -158,7 +176,7 @@ class SavedVersions:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                found = await asyncio.to_thread(find, self.root)
+                found = await asyncio.to_thread(find, self.root, self.version)
             except OSError as error:
                 if time.monotonic() - self._heard > self.patience:
                     raise TimeoutError(
@@ -170,7 +188,7 @@ class SavedVersions:
 
     async def look(self) -> Saved | None:
         """One look: publish the newest good version, if it is newer than the last; returns it."""
-        return await self._take(await asyncio.to_thread(find, self.root))
+        return await self._take(await asyncio.to_thread(find, self.root, self.version))
 
     async def _take(self, found: list[Saved]) -> Saved | None:
         self._heard = time.monotonic()

@@ -64,8 +64,8 @@ class Synchronizer:
     """Runs as one Ray actor; every method is a coroutine on its event loop.
 
     `kv` and `direct` go to the engines with a trainer and with each round. `root`: where there is
-    no trainer here, what it follows. `begins`: the number that generations are counted from, 0 in
-    the first process of it, in others one that none before has come near.
+    no trainer here, what it follows; with `version` that one alone. `begins`: whence generations
+    are counted, 0 in the first process of it, in others one that none before has come near.
     """
 
     def __init__(
@@ -76,9 +76,10 @@ class Synchronizer:
         direct: bool = False,
         root: str | None = None,
         begins: Callable[[], int] = lambda: random.getrandbits(48) + 2 if is_reborn() else 0,
+        version: int | None = None,
     ):
         self.buffer = buffer
-        self.root = root
+        self.root, self.version = root, version
         self.timeout = timeout
         self.resting = False  # engines sleep until the next version is published
         self.handles: dict[str, EngineHandle] = {}
@@ -402,7 +403,7 @@ class Synchronizer:
         async with self._following:
             if self._saves is None:
                 publish = functools.partial(self._publish_saved, root)
-                saves = SavedVersions(root, publish, patience=self.timeout)
+                saves = SavedVersions(root, publish, self.timeout, self.version)
                 if await saves.first() is None and self._state.published is None:
                     self._state.serve_start()
                     await self._tell()

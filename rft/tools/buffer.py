@@ -8,10 +8,11 @@ checkpoint needs any more are gone from there.
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from rft.buffer.delivery import StoredGroup
+from rft.buffer.delivery import StoredGroup, facts_of
 from rft.buffer.experience_file import SUFFIXES, dump
 from rft.buffer.journal import JournalError
 from rft.config import ConfigError
@@ -62,6 +63,16 @@ def from_journal(source: str, name: str) -> Iterator[StoredGroup]:
         yield from ledger.stored()
     finally:
         ledger.journal.close()
+
+
+def versions_of(source: str, name: str) -> Counter[int]:
+    """How many tokens of what a journal holds each policy version sampled."""
+    tokens: Counter[int] = Counter()
+    for part in from_journal(source, name):
+        for row in facts_of(part.experiences):
+            for span in row.versions:
+                tokens[span.version] += span.end - span.start
+    return tokens
 
 
 def from_database(url: str, name: str) -> Iterator[StoredGroup]:

@@ -1,8 +1,8 @@
 """`rft ckpt`: look at checkpoints, check every byte, compare, keep, and convert them.
 
 In: a run's directory or URL. Out: text for a person; exit code 1 when something is damaged or
-differs, 2 for input that names nothing. Nothing here needs the run to be stopped but `import`;
-nothing is changed but by tag, untag and import.
+differs, 2 for input that names nothing. Nothing here needs the run to be stopped but `import`, and
+`gc`, which reads the journal; nothing is changed but by tag, untag, gc and import.
 """
 
 import argparse
@@ -24,11 +24,12 @@ from rft.checkpoint.export import Tensor, slabs
 from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, StorageUnreachable
 from rft.checkpoint.records import LATEST, MANIFEST, Manifest
 from rft.checkpoint.single import Busy
-from rft.checkpoint.storage import WEIGHTS, Storage
+from rft.checkpoint.storage import COLLECTIONS, VERSIONS, WEIGHTS, Storage
 from rft.config import ConfigError
 from rft.ground.names import ITEM_BYTES
 from rft.monitor.run_record import flat
-from rft.tools.places import InputError, Run, find_checkpoint, find_run
+from rft.tools.buffer import NAME, versions_of
+from rft.tools.places import InputError, Run, find_checkpoint, find_run, ranges
 from rft.tools.tables import table
 
 SHOWN = 8
@@ -68,9 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add("ls", ls, "what is there", "RUN")
-    add("show", show, "what one holds", "CHECKPOINT").add_argument(
-        "--tensors", action="store_true", help="list every tensor"
-    )
+    showing = add("show", show, "what one holds", "CHECKPOINT")
+    showing.add_argument("--tensors", action="store_true", help="list every tensor")
     add(
         "verify",
         verify,
@@ -82,6 +82,21 @@ def _parser() -> argparse.ArgumentParser:
         "label", nargs="?", default="", help="why"
     )
     add("untag", untag, "leave it to retention again", "CHECKPOINT")
+    for command in (showing, _add_export(add)):
+        command.add_argument(
+            "--version", type=int, help="of a RUN: the weights of this policy version"
+        )
+    going = add("gc", gc, "which versions no stored experience is of, and remove them", "RUN")
+    going.add_argument("--remove", action="store_true", help="not only say so")
+    going.add_argument("--name", default=NAME, help=f"of the buffer; default {NAME}")
+    _add_import(add)
+    return parser
+
+
+Adding = Callable[..., argparse.ArgumentParser]
+
+
+def _add_export(add: Adding) -> argparse.ArgumentParser:
     out = add("export", export, "write it in another format", "CHECKPOINT", "TARGET")
     out.add_argument(
         "--to",
@@ -92,6 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--model", help="Hugging Face directory with config and tokenizer; default: the run's own"
     )
+    return out
+
+
+def _add_import(add: Adding) -> None:
     into = add(
         "import",
         import_,
@@ -106,7 +125,6 @@ def _parser() -> argparse.ArgumentParser:
     into.add_argument(
         "--dtype", choices=("fp32", "bf16"), help="trainer.dtype of the run; default: SOURCE's own"
     )
-    return parser
 
 
 # --- ls -------------------------------------------------------------------------------------------
@@ -141,6 +159,12 @@ def ls(options: argparse.Namespace) -> int:
     _print_apart("unfinished", drafts)
     _print_apart("set aside as damaged", [n for n in names if n.startswith(".bad-")])
     _print_apart("weights only", [n for n in storage.list(WEIGHTS) if step_of(n) is not None])
+    if kept := catalog.list_entries(storage, VERSIONS):
+        size, full = sum(entry.bytes for entry in kept), sum(entry.base is None for entry in kept)
+        print(
+            f"versions: {ranges(entry.path for entry in kept)}; {_size(size)}, {full} of "
+            f"{len(kept)} in full"
+        )
     return 1 if damaged or lost else 0
 
 
@@ -200,7 +224,7 @@ def _print_apart(title: str, lines: Iterable[str]) -> None:
 
 
 def show(options: argparse.Namespace) -> int:
-    run, name = find_checkpoint(options.checkpoint)
+    run, name = find_checkpoint(options.checkpoint, options.version)
     with Checkpoint(run.storage, name) as checkpoint:
         manifest, about = checkpoint.manifest, checkpoint.manifest.about
         print(checkpoint.where)
@@ -214,6 +238,8 @@ def show(options: argparse.Namespace) -> int:
             "size": _size(manifest.bytes),
             "age": _age(run, name),
         }
+        if manifest.base:
+            lines["on disk"] = f"{_size(manifest.size)}, what changed since v {manifest.base[0]}"
         lines |= {key: value for key, value in sorted(about.items()) if key != "layout"}
         for key, value in lines.items():
             print(f"  {key:<14}{value}")
@@ -272,12 +298,14 @@ def _asked(text: str) -> tuple[Run, list[str], list[str]]:
         run, name = find_checkpoint(text)
         return run, [name], []
     run = find_run(text)
-    found = [*run.storage.list(), *(f"{WEIGHTS}/{name}" for name in run.storage.list(WEIGHTS))]
+    found = [*run.storage.list()]
+    for collection in (WEIGHTS, VERSIONS):
+        found += [f"{collection}/{name}" for name in run.storage.list(collection)]
     names = [
         path for path in found if step_of(path) is not None and MANIFEST in run.storage.list(path)
     ]
     gone = []
-    for collection in ("", WEIGHTS):
+    for collection in COLLECTIONS:
         lost, astray = (
             catalog.lost(run.storage, collection),
             catalog.astray(run.storage, collection),
@@ -434,13 +462,46 @@ def _full(text: str) -> tuple[Run, str]:
     return run, name
 
 
+# --- gc -------------------------------------------------------------------------------------------
+
+
+def gc(options: argparse.Namespace) -> int:
+    """Versions that sampled no token of what the journal holds; the newest of each attempt stays,
+    and with every one that stays what it is made of.
+    """
+    run = find_run(options.run)
+    entries = catalog.list_entries(run.storage, VERSIONS)
+    if not entries:
+        raise InputError(f"{run.where}: no versions are kept")
+    if run.job is None:
+        raise InputError(
+            f"{run.where}: which versions are needed says the journal in the run's "
+            "directory; give that"
+        )
+    tokens = versions_of(str(run.job), options.name)
+    newest = {entry.epoch: entry for entry in entries}  # which the next may be a patch of
+    wanted = [e for e in entries if e.step in tokens or newest[e.epoch] is e]
+    kept = catalog.with_bases(wanted, entries)
+    gone = [entry for entry in entries if entry.path not in kept]
+    told = [entry.path for entry in entries if entry.step in tokens]
+    print(f"{sum(tokens.values())} stored tokens are of versions {ranges(told) or 'that are gone'}")
+    words = f"{len(gone)} of {len(entries)} versions, {_size(sum(e.bytes for e in gone))}"
+    if not options.remove:
+        print(f"to go: {ranges(e.path for e in gone) or 'none'} ({words}); --remove removes them")
+        return 0
+    for entry in reversed(gone):  # a patch before what it is made of
+        run.storage.remove(entry.path)
+    print(f"removed: {words}")
+    return 0
+
+
 # --- other formats --------------------------------------------------------------------------------
 
 
 def export(options: argparse.Namespace) -> int:
     from rft.tools import convert
 
-    run, name = find_checkpoint(options.checkpoint)
+    run, name = find_checkpoint(options.checkpoint, options.version)
     target = Path(options.target).absolute()
     write = {"hf": convert.to_hf, "torch_dist": convert.to_torch_dist}[options.to]
     if write(run, name, options.model, target, progress):

@@ -13,7 +13,7 @@ from typing import Any
 
 from rft import config as configs
 from rft.config import Config, is_remote
-from rft.config.layout import stored_bytes
+from rft.config.layout import batch_bytes, stored_bytes
 from rft.ground.host_memory import available
 from rft.preflight.inputs_models import SHARED_MEMORY
 from rft.preflight.memory_plan import MemoryPlan, gigabytes, listed, on_host, plan
@@ -139,7 +139,9 @@ def disk(config: Config, wanted: MemoryPlan) -> Finding:
     kept = min(saves, most or saves) + 1  # and the one being written
     exports = {"never": 0, "last": 1, "always": saves}[trainer.save_hf_checkpoint]
     needed = exports * wanted.export
-    needed += 0 if trainer.checkpoint.storage else kept * wanted.checkpoint
+    needed += 0 if trainer.checkpoint.storage else kept * wanted.checkpoint + wanted.kept
+    batch = batch_bytes(config)
+    needed += kept * (trainer.save_interval or 0) * batch
     free = shutil.disk_usage(nearest_there(configs.job_dir(config))).free
     fix = (
         "lower trainer.max_checkpoints_to_keep, "
@@ -147,8 +149,12 @@ def disk(config: Config, wanted: MemoryPlan) -> Finding:
     )
     said = (
         f"{configs.checkpoint_root(config)}: {kept} checkpoints of "
-        f"{gigabytes(wanted.checkpoint)} and {exports} export(s), {gigabytes(free)} free"
+        f"{gigabytes(wanted.checkpoint)}, {exports} export(s), and at most "
+        f"{gigabytes(batch)} of experiences for each step since the oldest; "
+        f"{gigabytes(free)} free"
     )
+    if wanted.kept:
+        said += f"; versions of at most {gigabytes(wanted.kept)} as long as there is room"
     return checked("disk", said, needed <= FULL * free, fix)
 
 

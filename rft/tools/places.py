@@ -6,6 +6,7 @@ one; of a run that is under way, the directory with its socket. Whatever does no
 thing raises `InputError` with what would.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rft import config as configs
 from rft.checkpoint import catalog, fence
 from rft.checkpoint.catalog import committed, step_of
 from rft.checkpoint.records import MANIFEST
-from rft.checkpoint.storage import Storage, open_storage
+from rft.checkpoint.storage import VERSIONS, Storage, open_storage
 from rft.config import ConfigError
 from rft.run.control_socket import NAME
 
@@ -61,10 +62,19 @@ def find_run(text: str) -> Run:
     )
 
 
-def find_checkpoint(text: str) -> tuple[Run, str]:
-    """One committed checkpoint: a path that ends in its name,
-    RUN@STEP, or RUN for the newest one.
+def find_checkpoint(text: str, version: int | None = None) -> tuple[Run, str]:
+    """One committed checkpoint: a path that ends in its name, RUN@STEP, or RUN for the newest one;
+    or, of a RUN, the weights of policy version `version`.
     """
+    if version is not None:
+        run = find_run(text)
+        path = catalog.weights_of(run.storage, version)
+        if path is None:
+            kept = catalog.named(run.storage, VERSIONS)
+            raise InputError(
+                f"{run.where}: no weights of version {version}; kept: {ranges(kept) or 'none'}"
+            )
+        return run, path
     head, _, name = text.rstrip("/").rpartition("/")
     if step_of(name) is not None:
         run = Run(_opened(head or "."), _job_above(head))
@@ -77,6 +87,14 @@ def find_checkpoint(text: str) -> tuple[Run, str]:
         return run, _newest(run, int(number))
     run = find_run(text)
     return run, _newest(run, None)
+
+
+def ranges(paths: Iterable[str]) -> str:
+    """Steps of committed names: 0-12, 14."""
+    steps = sorted({step for path in paths if (step := step_of(path)) is not None})
+    begins = [step for step in steps if step - 1 not in set(steps)]
+    ends = [step for step in steps if step + 1 not in set(steps)]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
 
 
 def find_control(text: str) -> Path:

@@ -140,8 +140,8 @@ class QueueSource:
     def mark(self) -> int:
         return self._call(ExperienceBuffer.position)
 
-    def retain(self, loop: dict[str, Any]) -> None:
-        self._call(ExperienceBuffer.retain, loop["journal"], loop["step"])
+    def retain(self, loop: dict[str, Any]) -> int | None:
+        return self._call(ExperienceBuffer.retain, loop["journal"], loop["step"])
 
     def _call(self, method: Callable[..., Any], *arguments: Any, timeout: float = RETURN_S) -> Any:
         import ray

@@ -30,7 +30,7 @@ class BatchSource(Protocol):
     def wants_weights(self, interval: int) -> bool: ...
     def mark(self) -> int: ...
     def saved(self, step: int) -> None: ...
-    def retain(self, loop: dict[str, Any]) -> None: ...
+    def retain(self, loop: dict[str, Any]) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,11 @@ class Feed:
         if self.source:
             self.source.saved(step)
 
-    def retain(self, loop: dict[str, Any] | None) -> None:
+    def retain(self, loop: dict[str, Any] | None) -> int | None:
         """`loop` is the loop state of the oldest retained checkpoint: the source may forget what
-        only older ones need.
+        only older ones need. Returns the oldest version that it has tokens of, if it knows.
         """
-        if self.source and loop:
-            self.source.retain(loop)
+        return self.source.retain(loop) if self.source and loop else None
 
     def _rows(
         self, batch: Batch, metrics: dict[str, float]

@@ -69,6 +69,7 @@ class Trainer:
     check: Callable[[int], None] | None = None  # of engines that speculate; refuses by raising
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
     timer: Timer = field(default_factory=Timer)
+    kept: int | None = None  # the last version that was given to be kept
     phase: str = "starting"
     complete: bool = False  # nobody stopped it
 
@@ -145,20 +146,32 @@ class Trainer:
         become of earlier saves.
         """
         full, weights = due and self.checkpoints.requested != step, self.publisher.claim_save(step)
-        if full or weights:
-            self._begin_save(step, full, weights)
+        version = self._claim_version(step)
+        if full or weights or version:
+            self._begin_save(step, full, weights, version)
         for report in self.checkpoints.poll():
             self.save_times.hear(report)
             if isinstance(report, Retained):
-                self.feed.retain(report.oldest)
+                self.checkpoints.needed = self.feed.retain(report.oldest) or 0
             elif isinstance(report, Committed) and not report.collection:
                 self.feed.saved(report.step)
                 if self.config.save_hf_checkpoint == "always":
                     self.export(report.step)
 
-    def _begin_save(self, step: int, full: bool, weights: bool = False) -> None:
+    def _claim_version(self, step: int) -> bool:
+        """Whether version `step` was published and is to be kept. Says so once."""
+        if self.config.checkpoint.versions == "none" or self.cadence.published != step:
+            return False
+        is_new, self.kept = self.kept != step, step
+        return is_new
+
+    def _begin_save(
+        self, step: int, full: bool, weights: bool = False, version: bool = False
+    ) -> None:
         loop = self.loop_state(step)
-        is_begun = self.checkpoints.save(step, self.models, loop, full=full, weights=weights)
+        is_begun = self.checkpoints.save(
+            step, self.models, loop, full=full, weights=weights, version=version
+        )
         if full and is_begun:
             self.save_times.begun(step)
 

@@ -16,7 +16,7 @@ from rows import CUTS, RATES, SHARED, make_group_rows, make_rows
 from rft.algorithm.losses import token_loss
 from rft.checkpoint.sharding import claim_of
 from rft.config import LoraConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from rft.data.packing import BY_TOKENS, PackingPolicy, Row, pack
+from rft.data.packing import BY_TOKENS, PackingPolicy, Row, stack
 from rft.ground import device as devices
 from rft.megatron.mesh import Mesh
 from rft.megatron.policy import Policy
@@ -75,7 +75,7 @@ def part_of(
 ) -> list[Any]:
     mesh = policy.mesh
     return mesh.scatter_parts(
-        pack(rows, mesh.dp, max_tokens, policy.multiple, cut=cut) if mesh.rank == 0 else None
+        stack(rows, mesh.dp, max_tokens, policy.multiple, cut=cut) if mesh.rank == 0 else None
     )
 
 
@@ -246,7 +246,7 @@ def ddp_config(path: str, **layout: Any) -> dict[str, Any]:
 def control_plane() -> list[Any]:
     """What broadcast, gather and scatter give on this rank of a DP mesh."""
     with mesh_of(MegatronConfig()) as mesh:
-        parts = pack(make_rows(9), mesh.dp, 64, 1) if mesh.rank == 0 else None
+        parts = stack(make_rows(9), mesh.dp, 64, 1) if mesh.rank == 0 else None
         part = mesh.scatter_parts(parts)
         mesh.barrier("test")
         seen = sorted(int(r) for packed in part for r in packed.rows)

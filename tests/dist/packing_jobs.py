@@ -10,7 +10,8 @@ from jobs import part_of, policy_on
 from rows import make_rows
 
 from rft.algorithm.losses import token_loss
-from rft.data.packing import Packed, Row, cp_index, pack
+from rft.data.context_parallel import cp_index
+from rft.data.packing import Packed, Row, pack
 
 LONGEST = 90  # several classes of length in the attention, several chunks under context parallelism
 

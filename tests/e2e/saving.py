@@ -31,8 +31,10 @@ class Rank:
         epoch: int,
     ):
         self.parts = Shards(path, mesh.rank).parts
+        trainer = TrainerConfig()
+        trainer.checkpoint.versions = "all"
         self.manager = CheckpointManager(
-            root, mesh, TrainerConfig(), epoch=epoch, control=root.parent / "control"
+            root, mesh, trainer, epoch=epoch, control=root.parent / "control"
         )
         config = SynchronizerConfig(sync_timeout=30.0)
         self.publisher = Publisher(
@@ -53,7 +55,7 @@ class Rank:
         self.publisher.connect()
 
     def save(self, version: int) -> None:
-        self.manager.save(version, self, {}, full=False, weights=True)
+        self.manager.save(version, self, {}, full=False, weights=True, version=True)
         self.manager.before_update()
 
     def publish(self, version: int) -> dict[str, float]:

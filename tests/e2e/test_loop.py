@@ -6,11 +6,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rft.buffer.progress import Issued, Stored
+from rft.checkpoint.catalog import committed, step_of
+from rft.checkpoint.storage import VERSIONS, open_storage
 from rft.ground.experience import Experience, decode
+from rft.tools import ckpt
+from rft.tools.buffer import from_journal, versions_of
 
 from runs import LETTERS, History, checkpoints, metrics, overrides, step_rows, train, write_assets
 
@@ -26,6 +31,7 @@ SMALL = [  # the quickstart, cut short
     "stages.0.buffer.train_batch_size=16",
     f"stages.1.trainer.total_steps={STEPS['rft']}",
     "stages.1.trainer.save_interval=2",
+    "stages.1.trainer.checkpoint.versions=all",
     f"stages.1.buffer.batch_size={TASKS}",
     f"stages.1.algorithm.repeat_times={REPEATS}",
     "explorer.rollout_model.kv_cache_gb=0.25",
@@ -142,6 +148,52 @@ def test_the_export_is_the_model_that_was_trained(whole: Whole) -> None:
     assert AutoTokenizer.from_pretrained(export).chat_template
 
 
+def test_every_version_is_kept_and_has_sampled_what_the_journal_says(whole: Whole) -> None:
+    """The tokens of a version have, under its weights as they are exported, the log-probability
+    that the engine gave them, and another one under those of the version before.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    job = whole.job("rft")
+    storage = open_storage(job / "checkpoints")
+    kept = [step_of(path) for path in committed(storage, VERSIONS)]
+    assert kept == list(range(STEPS["rft"] + 1))
+    tokens = versions_of(str(job), "experience_buffer")
+    assert set(tokens) <= set(kept)
+    last = max(tokens)
+    off = {}
+    for version in (last, last - 1):
+        target = whole.root / f"version_{version}"
+        assert ckpt.main(["export", str(job), str(target), "--version", str(version)]) == 0
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        off[version] = max(
+            float((scores(model, row) - torch.tensor(row.logprobs)).abs().max())
+            for row in sampled_by(job, last)
+        )
+    assert off[last] < TOLERANCE < off[last - 1], off
+
+
+def sampled_by(job: Path, version: int) -> list[Experience]:
+    """What the journal holds that this version sampled from beginning to end."""
+    parts = from_journal(str(job), "experience_buffer")
+    rows = [row for part in parts for row in decode(part.experiences, list[Experience])]
+    found = [row for row in rows if {span.version for span in row.versions} == {version}]
+    assert found
+    return found
+
+
+def scores(model: Any, row: Experience) -> Any:
+    """Log-probabilities of the response's tokens, at the temperature that sampled them."""
+    import torch
+
+    ids = torch.tensor([[int(token) for token in row.tokens]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, row.prompt_length - 1 : -1] / row.temperature
+    found = torch.log_softmax(logits, dim=-1)
+    return found.gather(-1, ids[0, row.prompt_length :, None])[:, 0]
+
+
 @pytest.mark.verify
 def test_mode_bench_answers_exactly_as_the_run_evaluated(whole: Whole) -> None:
     assets = whole.root / "rft" / "quickstart" / "assets"
@@ -177,6 +229,10 @@ def test_mode_bench_answers_exactly_as_the_run_evaluated(whole: Whole) -> None:
         for name in ("accuracy", "response_length/mean"):
             assert told[step][f"bench/held_out/{name}"] == in_the_run[f"eval/held_out/{name}"]
     assert len(metrics(whole.job("rft") / "bench")) == len(told)
+    with train(*arguments, "explorer.version=3") as run:  # of which there is no export
+        assert (run.end(), run.errors()) == (0, "")
+    (one,) = (json.loads(line) for line in run.lines if line.startswith("{"))
+    assert one["step"] == 3 and "bench/held_out/accuracy" in one
 
 
 APART_STEPS = 3

@@ -29,11 +29,11 @@ TOLERANCE = 1e-4  # of a log-probability, engine against trainer, on equal weigh
 pytestmark = pytest.mark.timeout(600)
 
 
-def synchronizer_of(engine: Any, name: str | None = None) -> Any:
+def synchronizer_of(engine: Any, name: str | None = None, **more: Any) -> Any:
     actor = (
         ray.remote(Synchronizer)
         .options(max_concurrency=100, num_cpus=0.01, name=name)
-        .remote(None, 30.0)
+        .remote(None, 30.0, **more)
     )
     ray.get(actor.join.remote("engine_0", ActorHandle(engine)))
     return actor
@@ -144,6 +144,29 @@ def test_engines_without_a_trainer_follow_what_one_saves_elsewhere(
         trainer.save(7)
         assert ray.get(anew.wait_for.remote(7)) == 7
         assert_serves(first_weights, model_dirs[1], 7)
+
+
+def test_a_version_that_was_kept_is_served_by_its_number(
+    first_weights: Any, model_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Newer ones are there, by the same trainer and by a later attempt; and it is a patch."""
+    root = tmp_path / "root"
+    with SavingTrainer(root, model_dirs[1], None, epoch=1) as trainer:
+        for version in (4, 5, 6):
+            trainer.save(version)
+    with SavingTrainer(root, model_dirs[0], None, epoch=2) as trainer:
+        trainer.save(8)
+    storage = open_storage(root)
+    assert committed(storage, WEIGHTS) == ["weights/v_00000006", "weights/v_00000008"]
+    assert read_manifest(storage, "versions/v_00000005").base == (4, "e0001n0000")
+    for version, which in ((5, 1), (8, 0), (4, 1)):
+        one = synchronizer_of(first_weights, root=str(root), version=version)
+        assert ray.get(one.follow.remote(str(root))) == version
+        assert_serves(first_weights, model_dirs[which], version)
+        ray.get(one.leave.remote("engine_0", "test"))
+    none = synchronizer_of(first_weights, root=str(root), version=7)
+    with pytest.raises(Exception, match="has no weights of version 7"):
+        ray.get(none.follow.remote(str(root)))
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rft.sync import delta
+from rft.ground import delta
 
 WIDTHS = (1, 2, 4, 8)
 seeds = st.integers(0, 2**32 - 1)

@@ -179,6 +179,10 @@ def test_what_does_not_fit_is_a_failure_with_the_keys_that_help(
     assert found["host memory"].level == FAIL and "kv_cache_gb" in found["host memory"].fix
     assert found["disk"].level == FAIL and "3 checkpoints" in found["disk"].said
     assert machine_check.shared_memory().level == FAIL
+    monkeypatch.setattr(fit.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+    assert by_name(list(fit.of_config(config, MET)))["disk"].level == OK
+    config.model.max_model_len = 10**6  # of each experience since the oldest checkpoint
+    assert by_name(list(fit.of_config(config, MET)))["disk"].level == FAIL
 
 
 def test_an_online_monitor_needs_a_key(

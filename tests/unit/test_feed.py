@@ -8,7 +8,7 @@ import pytest
 from rft.algorithm import credit
 from rft.buffer.delivery import Delivery
 from rft.config import AlgorithmConfig, Config, MegatronConfig, TrainerConfig
-from rft.data.packing import Cost, Packed, PackingPolicy
+from rft.data.packing import Cost, Packed, PackingPolicy, Stacked
 from rft.data.updates import ONE_UPDATE, UpdateRule
 from rft.ground.experience import Batch, Experience, encode
 from rft.run.assembly import cut_of, rule_of
@@ -26,9 +26,9 @@ class Alone:
     def broadcast(self, item: Any) -> Any:
         return item
 
-    def scatter_parts(self, parts: list[list[Packed]] | None) -> list[Packed]:
+    def scatter_parts(self, parts: list[list[Stacked]] | None) -> list[Packed]:
         assert parts is not None
-        return parts[0]
+        return [stacked.packed() for stacked in parts[0]]
 
 
 class Rows:

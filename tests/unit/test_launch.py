@@ -256,6 +256,16 @@ def test_ray_gets_more_time_than_it_gives_itself_and_other_errors_end_at_once() 
     assert len(tries) == 4
 
 
+def test_the_object_store_has_room_for_the_batches_on_their_way() -> None:
+    """1,024 experiences of 32,768 tokens, an id and a log-probability each."""
+    config = Config()
+    config.buffer.train_batch_size, config.model.max_model_len = 1024, 32768
+    batch = 1024 * 32768 * 8
+    assert cluster.store_bytes(config) == cluster.OBJECT_STORE_BYTES + 2 * batch
+    config.model.max_model_len = None  # nothing is sampled
+    assert cluster.store_bytes(config) == cluster.OBJECT_STORE_BYTES
+
+
 def test_the_last_metrics_of_a_run_are_its_last_line(tmp_path: Path) -> None:
     assert launch.last_line(tmp_path / "metrics.jsonl") == "none"
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')

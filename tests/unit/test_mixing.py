@@ -195,7 +195,7 @@ class Alone:
         return item
 
     def scatter_parts(self, parts: Any) -> Any:
-        return parts[0]
+        return [stacked.packed() for stacked in parts[0]]
 
 
 def feed(path: Path) -> Feed:

@@ -10,18 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rft.data.context_parallel import cp_index, cp_positions, slice_cp
 from rft.data.packing import (
     Cost,
     Packed,
     PackingPolicy,
     Row,
     assign,
-    cp_index,
-    cp_positions,
     divide,
     multiple_of,
     pack,
-    slice_cp,
+    stack,
     token_weights,
 )
 from rft.data.wire import decode_part, encode_part
@@ -362,8 +361,9 @@ def test_an_unknown_aggregate_is_refused() -> None:
 
 
 def test_microbatches_survive_the_wire() -> None:
-    part = pack(make_rows([5, 9, 2]), 1, 10, 2)[0]
-    for sent, received in zip(part, decode_part(encode_part(part)), strict=True):
+    part = stack(make_rows([5, 9, 2]), 1, 10, 2)[0]
+    for stacked, told in zip(part, decode_part(encode_part(part)), strict=True):
+        sent, received = stacked.packed(), told.packed()
         for name in Packed.__dataclass_fields__.keys() - {"scores"}:
             a, b = getattr(sent, name), getattr(received, name)
             assert a.dtype == b.dtype and np.array_equal(a, b)

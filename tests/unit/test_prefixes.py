@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rft.data.packing import BY_TOKENS, Cost, Packed, PackingPolicy, Row, pack, shared_of
+from rft.data.packing import (
+    BY_TOKENS,
+    Cost,
+    Packed,
+    PackingPolicy,
+    Row,
+    pack,
+    shared_of,
+    stack,
+)
 from rft.data.prefixes import Chain, chains, computed_of, shared_lengths
 from rft.data.updates import regrouped
 
@@ -161,13 +170,13 @@ def test_pieces_count_what_they_compute() -> None:
 
 def test_metrics_say_what_was_shared() -> None:
     drawn = [([1] * 9 + [2 + at], 0, 1 << 9) for at in range(10)]
-    parts = pack(rows_of(drawn), 1, 100, 1, cut=SHARE)
+    parts = stack(rows_of(drawn), 1, 100, 1, cut=SHARE)
     told = shared_of(parts, Cost(1.0, 0.0))
     assert told == {
         "packing/shared_frac": pytest.approx(0.81),
         "packing/shared_flops_frac": pytest.approx(0.81),
     }
-    assert set(shared_of(pack(rows_of(drawn), 1, 100, 1), Cost()).values()) == {0.0}
+    assert set(shared_of(stack(rows_of(drawn), 1, 100, 1), Cost()).values()) == {0.0}
 
 
 @settings(max_examples=100, deadline=None)

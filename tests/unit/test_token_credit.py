@@ -15,7 +15,8 @@ from rft.algorithm.losses import LOSSES, clipped_value, token_loss
 from rft.algorithm.ratios import ESTIMATORS, Correction, estimate
 from rft.algorithm.token_advantages import gae, whitened
 from rft.config import AlgorithmConfig
-from rft.data.packing import Packed, Row, pack, slice_cp
+from rft.data.context_parallel import slice_cp
+from rft.data.packing import Packed, Row, pack, stack
 from rft.data.wire import decode_part, encode_part
 from rft.ground.experience import Experience
 
@@ -309,8 +310,10 @@ def test_the_reward_is_that_of_the_last_trained_token() -> None:
 
 
 def test_scores_travel_and_are_cut_like_every_other_field() -> None:
-    part = pack(credit.rows(credit.judge(experiences(), "ppo", {}), "token-mean"), 1, 12, 2)[0]
-    for sent, received in zip(part, decode_part(encode_part(part)), strict=True):
+    (stacked,) = stack(credit.rows(credit.judge(experiences(), "ppo", {}), "token-mean"), 1, 12, 2)
+    part = [one.packed() for one in stacked]
+    told = [one.packed() for one in decode_part(encode_part(stacked))]
+    for sent, received in zip(part, told, strict=True):
         assert sent.scores.keys() == received.scores.keys() == {"reward"}
         assert np.array_equal(sent.scores["reward"], received.scores["reward"])
         copied = replace(received, scores={"reward": received.weight})

@@ -83,8 +83,17 @@ class Parts:
         if due:
             self.publisher.version, self.unsaved[version] = version, True
 
-    def save(self, step: int, models: Any, loop: dict[str, Any], full: bool, weights: bool) -> bool:
-        self.note(" ".join(["save", str(step), *["full"] * full, *["weights"] * weights]))
+    def save(
+        self,
+        step: int,
+        models: Any,
+        loop: dict[str, Any],
+        full: bool,
+        weights: bool,
+        version: bool,
+    ) -> bool:
+        kinds = [*["full"] * full, *["weights"] * weights, *["version"] * version]
+        self.note(" ".join(["save", str(step), *kinds]))
         self.checkpoints.requested = step if full else self.checkpoints.requested
         if self.exports == "always":
             done = {"collection": "", "name": "", "seconds": 0.0, "bytes": 0}
@@ -112,10 +121,14 @@ class Parts:
         return {"loss": 1.0, "grad_norm": 1.0, "skipped": 0.0}
 
 
-def trained(parts: Parts, save_times: SaveTimes | None = None, **sync: Any) -> list[str]:
+def trained(
+    parts: Parts, save_times: SaveTimes | None = None, versions: str = "none", **sync: Any
+) -> list[str]:
     """What the parts are asked for while the trainer makes STEPS steps."""
+    config = TrainerConfig(total_steps=STEPS, save_hf_checkpoint=parts.exports)
+    config.checkpoint.versions = versions  # type: ignore[assignment]
     trainer = Trainer(
-        config=TrainerConfig(total_steps=STEPS, save_hf_checkpoint=parts.exports),
+        config=config,
         mesh=parts.mesh,
         models=parts.models,
         feed=parts.feed,
@@ -242,6 +255,16 @@ def test_weights_for_engines_and_a_checkpoint_of_one_step_are_one_save() -> None
         "4 full",
         "5 full",
     ]
+
+
+def test_every_published_version_is_kept_once() -> None:
+    """With whatever else is due at that step, of one staging."""
+    events = trained(Parts(), SaveTimes(4, 0.0, share=lambda item: item), "all", sync_interval=2)
+    assert saves(events) == ["0 version", "2 version", "4 full version", "5 full version"]
+    for step in (0, 2, 4):
+        assert events.index(f"save {step}" + " full" * (step == 4) + " version") < events.index(
+            "copied", events.index(f"publish {step}")
+        )
 
 
 @pytest.mark.parametrize(

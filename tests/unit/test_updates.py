@@ -101,7 +101,8 @@ def test_an_update_is_the_packed_step_of_its_own_rows(
     """
     rows = ragged(17, experts=3)
     rule = UpdateRule(3, 5, shuffle, 7)
-    parts, updates = planned(rows, rule, 4, RowPacking(dp, 40, 4, cut=cut), mode)
+    stacked, updates = planned(rows, rule, 4, RowPacking(dp, 40, 4, cut=cut), mode)
+    parts = [[one.packed() for one in part] for part in stacked]
     homes = {int(r): rank for rank, part in enumerate(parts) for one in part for r in one.rows}
     assert len(homes) == 17 and len(updates) == 3 * 4
     kinds = [number >= 14 for number in range(17)]
@@ -135,10 +136,10 @@ def test_an_update_is_the_packed_step_of_its_own_rows(
 
 def test_one_update_is_the_batch_as_it_always_was() -> None:
     rows = ragged(9)
-    parts, updates = planned(rows, UpdateRule(1, 9), 0, RowPacking(2, 40, 4), "token-mean")
+    stacked, updates = planned(rows, UpdateRule(1, 9), 0, RowPacking(2, 40, 4), "token-mean")
     assert updates == []
-    for part, wanted in zip(parts, pack(rows, 2, 40, 4), strict=True):
-        for one, other in zip(part, wanted, strict=True):
+    for part, wanted in zip(stacked, pack(rows, 2, 40, 4), strict=True):
+        for one, other in zip([one.packed() for one in part], wanted, strict=True):
             assert np.array_equal(one.tokens, other.tokens)
             assert np.array_equal(one.weight, other.weight)
 

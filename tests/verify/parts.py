@@ -95,6 +95,7 @@ PARTS = {
     "browser": full("studio_browser", "observed_run", "mlflow"),
     "bench-trainer": benches("packing", "logprobs", "train_step", "plan"),
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
+    "bench-versions": Part([["-m", "bench.versions"], ["-m", "bench.save_plan"]]),
     "bench-loop": benches("weight_sync", "loop", "observe", "rollout"),
     "bench-chaos": benches("chaos"),
     "bench-prefix-64": benches("prefix"),

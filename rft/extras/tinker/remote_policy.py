@@ -22,7 +22,7 @@ import torch
 
 from rft.algorithm.fields import Fields
 from rft.config import ModelConfig, OptimizerConfig
-from rft.data.packing import Packed
+from rft.data.packing import Packed, Stacked
 from rft.extras.tinker.service import Service
 from rft.ground.names import read_hf_config
 from rft.megatron.schedule import learning_rate
@@ -52,9 +52,9 @@ class LocalMesh:
     def gather(self, item: Any) -> list[Any]:
         return [item]
 
-    def scatter_parts(self, parts: "list[list[Packed]] | None") -> "list[Packed]":
+    def scatter_parts(self, parts: "list[list[Stacked]] | None") -> "list[Packed]":
         assert parts is not None and len(parts) == 1
-        return parts[0]
+        return [stacked.packed() for stacked in parts[0]]
 
     def reduce(self, sums: Any, maxima: Any) -> None:
         """They are whole already."""

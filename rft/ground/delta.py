@@ -63,6 +63,11 @@ class Encoder:
         self._at += len(after)
 
     @property
+    def told(self) -> int:
+        """Elements that differ, of those taken so far."""
+        return self._told
+
+    @property
     def is_dense(self) -> bool:
         """So many elements differ that there will be no delta."""
         return self._told > self._most
@@ -130,7 +135,10 @@ def read(delta: Buffer, total: int, itemsize: int) -> Changes:
         raise ValueError(f"a delta of {len(data)} bytes says that it has {start + sum(sizes)}")
     found = list(_opened(data[start:], sizes, told))
     gaps, steps = _joined(found[:GAPS]), _joined(found[GAPS:])
-    places = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    places = gaps.astype(np.int64)  # and no memory beside it: there may be many of them
+    places += 1
+    np.cumsum(places, out=places)
+    places -= 1
     if told and places[-1] >= total:
         raise ValueError(f"a delta reaches to element {places[-1]} of {total}")
     return Changes(places, _unfold(steps))
@@ -206,6 +214,7 @@ def _pressed(plane: np.ndarray) -> bytes:
 
 
 def _opened(data: memoryview, sizes: Sequence[int], told: int) -> Iterator[np.ndarray]:
+    opener = zstandard.ZstdDecompressor()
     for size in sizes:
         part, data = data[:size], data[size:]
         if not size:
@@ -213,14 +222,14 @@ def _opened(data: memoryview, sizes: Sequence[int], told: int) -> Iterator[np.nd
         elif size == told:
             yield np.frombuffer(part, np.uint8)
         else:
-            yield np.frombuffer(_unpressed(part, told), np.uint8)
+            yield np.frombuffer(_unpressed(opener, part, told), np.uint8)
 
 
-def _unpressed(part: memoryview, told: int) -> bytes:
+def _unpressed(opener: zstandard.ZstdDecompressor, part: memoryview, told: int) -> bytes:
     """What a frame says of its size is asked before any memory is taken for it."""
     try:
         if zstandard.frame_content_size(part) != told:
             raise ValueError(f"a plane of a delta has not {told} bytes")
-        return zstandard.ZstdDecompressor().decompress(part, allow_extra_data=False)
+        return opener.decompress(part, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ValueError(f"a plane of a delta cannot be read: {error}") from error

@@ -1,0 +1,417 @@
+"""Every published version: whatever changes from one to the next, and whatever is lost between,
+what is kept is read bit by bit as it was, and nothing else of a save suffers.
+"""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from states import Hand, State, load, managed, save, trainer_config, until
+
+from rft.buffer.ledger import Ledger
+from rft.buffer.progress import Issued, Stored
+from rft.checkpoint import catalog, commit, records, sharding, versions
+from rft.checkpoint.catalog import Entry, expired
+from rft.checkpoint.reader import Checkpoint, Damaged
+from rft.checkpoint.records import (
+    Begin,
+    CheckpointSettings,
+    NotKept,
+    Output,
+    Report,
+    Retention,
+    SaveFailed,
+)
+from rft.checkpoint.sharding import Claim
+from rft.checkpoint.storage import VERSIONS, Disk, LocalStorage, open_storage
+from rft.checkpoint.versions import VersionKeeper
+from rft.checkpoint.writer import Writer
+from rft.ground.experience import Experience, VersionSpan, encode
+from rft.tools import ckpt
+
+WIDTHS = {"bfloat16": 2, "float32": 4, "uint8": 1}
+seeds = st.integers(0, 2**32 - 1)
+
+
+class FullDisk(Disk):
+    """Takes so many more bytes; of what it took it makes no haste."""
+
+    left = 2**60
+
+    def sync(self, descriptor: int) -> None: ...
+
+    def sync_directory(self, path: Path) -> None: ...
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if len(data) > self.left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(descriptor, data)
+
+
+class Ranks:
+    """Agents of a few ranks, without their processes: writers and committers, over one directory.
+    Each holds its rows of one tensor.
+    """
+
+    def __init__(self, root: Path, world: int, rows: int, dtype: str = "bfloat16"):
+        self.disk = FullDisk()
+        self.storage = LocalStorage(root, self.disk)
+        self.storage.prepare()
+        self.world, self.dtype, self.reports = world, dtype, []
+        claims = [
+            Claim("model/w", dtype, (rows * world, 64), (rank * rows, 0), (rows, 64), None)
+            for rank in range(world)
+        ]
+        self.regions = [sharding.place([claim]) for claim in claims]
+        self.keepers = [VersionKeeper() for _ in range(world)]
+        control = root.parent / "control"
+        self.settings = [
+            CheckpointSettings(
+                root=str(root),
+                control=str(control),
+                rank=rank,
+                world=world,
+                epoch=1,
+                slots=[],
+                slot_bytes=0,
+                strategy="unrestricted",
+                rate_limit=0,
+                deadline_s=60,
+                lease_s=0,
+            )  # fmt: skip
+            for rank in range(world)
+        ]
+        self.committers = [
+            commit.Committer(self.storage, one, self.reports.append, lose=keeper.lose)
+            for one, keeper in zip(self.settings, self.keepers, strict=True)
+        ]
+
+    def publish(self, step: int, parts: list[np.ndarray], full: set[int] = frozenset()) -> None:
+        """`full`: ranks whose disk is full while they write."""
+        draft, final = commit.names_of(self.storage, VERSIONS, step, f"e0001n{step:04d}")
+        for rank, part in enumerate(parts):
+            regions = self.regions[rank]
+            output = Output(
+                collection=VERSIONS, draft=draft, final=final, regions=regions,
+                layout=sharding.digest(self.regions), bytes=sharding.extent(regions),
+                retention=Retention(),
+            )  # fmt: skip
+            begin = Begin(
+                id=f"e0001n{step:04d}", step=step, outputs=[output], small={}, local={},
+                loop={"step": step} if rank == 0 else None, about={},
+            )  # fmt: skip
+            self.disk.left = 0 if rank in full else 2**60
+
+            def lose(begin: Begin, output: Output, cause: str, rank: int = rank) -> None:
+                self.disk.left = 2**60  # there is room for a word
+                commit.abandon(self.storage, output, rank, cause)
+                commit.clear(self.storage, output, self.world)
+
+            writer = Writer(
+                begin, self.settings[rank], self.storage, lambda count: None,
+                self.keepers[rank].stream, lose,
+            )  # fmt: skip
+            data = np.zeros(output.bytes, np.uint8)
+            data[: part.nbytes] = part.reshape(-1).view(np.uint8)
+            writer.window(memoryview(data), 0)
+            writer.finish()
+            self.disk.left = 2**60
+            for kept in writer.outputs:
+                self.committers[rank].watch(begin, kept, time.monotonic())
+
+    def settle(self) -> None:
+        while any(committer.drafts for committer in self.committers):
+            for committer in self.committers:
+                committer.look()
+
+    def read(self, path: str) -> np.ndarray:
+        with Checkpoint(self.storage, path) as saved:
+            saved.verify()
+            return saved.whole("model/w")
+
+    @property
+    def kept(self) -> dict[int, str]:
+        return {catalog.step_of(p): p for p in catalog.committed(self.storage, VERSIONS)}
+
+
+@contextmanager
+def smaller(chunk: int, reach: float) -> Iterator[None]:
+    from rft.checkpoint import reader, writer
+
+    patch = pytest.MonkeyPatch()
+    for module in (records, reader, writer, versions):
+        patch.setattr(module, "CHUNK", chunk)
+    patch.setattr(versions, "REACH", reach)
+    try:
+        yield
+    finally:
+        patch.undo()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seeds,
+    st.integers(1, 3),
+    st.integers(1, 90),
+    st.sampled_from(sorted(WIDTHS)),
+    st.lists(st.sampled_from((0.0, 0.001, 0.02, 0.3, 1.0)), min_size=1, max_size=8),
+    st.sampled_from((0.05, 0.3, 9.0)),
+    st.sets(st.tuples(st.integers(1, 8), st.integers(0, 2)), max_size=3),
+)
+def test_what_is_kept_is_what_was_published(
+    tmp_path_factory, seed, world, rows, dtype, densities, reach, faults
+):
+    """Random edits, ranks whose disk is full now and then, chains of any length; every version is
+    there bit by bit, or is none, for every rank.
+    """
+    random = np.random.default_rng(seed)
+    with smaller(4096, reach):
+        ranks = Ranks(tmp_path_factory.mktemp("v") / "checkpoints", world, rows, dtype)
+        kind = f"u{WIDTHS[dtype]}"
+        whole = np.frombuffer(random.bytes(world * rows * 64 * WIDTHS[dtype]), kind).copy()
+        whole = whole.reshape(world * rows, 64)
+        published = {}
+        for step, density in enumerate(densities, 1):
+            where = random.random(whole.shape) < density
+            whole[where] += random.integers(1, 4, int(where.sum())).astype(kind)
+            published[step] = whole.copy()
+            full = {rank for at, rank in faults if at == step and rank < world}
+            ranks.publish(step, np.split(whole, world), full)
+            if random.random() < 0.7:  # else the next one is written before this one is decided
+                ranks.settle()
+        ranks.settle()
+        kept = ranks.kept
+        for step, path in kept.items():
+            assert np.array_equal(ranks.read(path), published[step]), f"version {step}"
+        hurt = {at for at, rank in faults if rank < world}
+        assert not hurt & set(kept)
+        if not hurt:
+            assert set(kept) == set(published)
+        assert not [name for name in ranks.storage.list(VERSIONS) if ".tmp-" in name]
+
+
+def test_few_changes_cost_few_bytes_and_a_chain_ends(tmp_path):
+    """By what lies on disk; the same keeper writes a version in full when its chain is long."""
+    random, ranks = np.random.default_rng(0), Ranks(tmp_path / "checkpoints", 1, 8192)
+    whole = np.frombuffer(random.bytes(8192 * 64 * 2), "u2").copy().reshape(8192, 64)
+    sizes = []
+    for step in range(1, 31):
+        where = random.random(whole.shape) < 0.01
+        whole[where] += 1
+        ranks.publish(step, [whole])
+        ranks.settle()
+        sizes.append(catalog.read_manifest(ranks.storage, ranks.kept[step]).size)
+    full = [step for step, size in enumerate(sizes, 1) if size == whole.nbytes]
+    patches = [size for size in sizes if size < whole.nbytes]
+    first = 2 + int(versions.REACH / (0.01 + versions.LINK))
+    assert full[:2] == [1, first] and len(full) == -(-30 // (first - 1))
+    assert max(patches) < 3 * 0.01 * whole.size
+    assert np.array_equal(ranks.read(ranks.kept[30]), whole)
+
+
+def test_a_damaged_base_is_named_and_the_versions_before_it_are_good(tmp_path):
+    random, ranks = np.random.default_rng(0), Ranks(tmp_path / "checkpoints", 1, 64)
+    whole = np.frombuffer(random.bytes(64 * 64 * 2), "u2").copy().reshape(64, 64)
+    before = {}
+    for step in (1, 2, 3):
+        whole[step, :5] += 1
+        before[step] = whole.copy()
+        ranks.publish(step, [whole])
+        ranks.settle()
+    file = tmp_path / "checkpoints" / ranks.kept[2] / "r00000.bin"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert np.array_equal(ranks.read(ranks.kept[1]), before[1])
+    for step in (2, 3):
+        with pytest.raises(Damaged, match="was changed: chunk 0"):
+            ranks.read(ranks.kept[step])
+    ranks.storage.remove(ranks.kept[1])
+    with pytest.raises(Damaged, match="patch of version 1 .*not there any more"):
+        ranks.read(ranks.kept[2])
+
+
+def test_what_is_kept_keeps_what_it_is_made_of():
+    entries = [Entry("a", 1, 1, 9, id="a"), Entry("b", 1, 2, 1, id="b", base=(1, "a"))]
+    entries += [Entry("c", 1, 3, 1, id="c", base=(2, "b")), Entry("d", 1, 4, 9, id="d")]
+    entries += [Entry("e", 1, 5, 1, id="e", base=(4, "d"))]
+    assert [e.path for e in expired(entries, Retention(last=1))] == ["a", "b", "c"]
+    assert [e.path for e in expired(entries, Retention(last=1, since=3))] == []
+    assert [e.path for e in expired(entries, Retention(last=1, since=4))] == ["a", "b", "c"]
+
+
+# --- the real agent ------------------------------------------------------------------------------
+
+
+def weights() -> State:
+    torch.manual_seed(0)
+    return State(
+        {
+            "exp_avg/w": torch.zeros(300, 64),
+            "model/w": torch.randn(300, 64).to(torch.bfloat16),
+        },
+        b"x",
+    )
+
+
+def bits(root: Path, path: str) -> torch.Tensor:
+    with Checkpoint(open_storage(root), path) as saved:
+        saved.verify()
+        assert list(saved.tensors) == ["model/w"]
+        return torch.from_numpy(saved.whole("model/w").view("i2")).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["with-a-checkpoint", "alone"])
+def test_an_agent_keeps_every_version(tmp_path: Path, full: bool) -> None:
+    root, source, expected = tmp_path / "checkpoints", weights(), {}
+    with managed(root, source, config=trainer_config(versions="all")) as manager:
+        for step in range(1, 6):
+            source.tensors["model/w"][step, ::7] *= 1.01
+            expected[step] = source.tensors["model/w"].clone()
+            save(manager, step, source, full=full, version=True)
+        metrics = manager.metrics()
+    storage = open_storage(root)
+    paths = catalog.committed(storage, VERSIONS)
+    assert paths == [f"versions/v_{step:08d}" for step in range(1, 6)]
+    for step, path in enumerate(paths, 1):
+        assert torch.equal(bits(root, path), expected[step])
+    manifests = [catalog.read_manifest(storage, path) for path in paths]
+    assert [m.base and m.base[0] for m in manifests] == [None, 1, 2, 3, 4]
+    assert metrics["checkpoint/versions"] == 5 and metrics["checkpoint/versions_lost"] == 0
+    assert metrics["checkpoint/versions_bytes"] == sum(m.size for m in manifests)
+    assert (load(root, weights()) is not None) == full
+
+
+def test_an_agent_that_died_begins_with_a_full_version(tmp_path: Path) -> None:
+    root, source = tmp_path / "checkpoints", weights()
+    with managed(root, source, config=trainer_config(versions="all")) as manager:
+        save(manager, 1, source, full=False, version=True)
+        source.tensors["model/w"][3] += 1
+        save(manager, 2, source, full=False, version=True)
+        os.kill(manager._link.pid, signal.SIGKILL)
+        source.tensors["model/w"][5] += 1
+        save(manager, 3, source, full=False, version=True)
+        save(manager, 4, source, full=False, version=True)
+    paths = catalog.committed(open_storage(root), VERSIONS)
+    manifests = [catalog.read_manifest(open_storage(root), path) for path in paths]
+    assert [m.base and m.base[0] for m in manifests] == [None, 1, None, 3]
+    assert torch.equal(bits(root, paths[-1]), source.tensors["model/w"])
+
+
+def test_a_full_disk_costs_versions_and_nothing_else(memory_path: Path) -> None:
+    """Versions leave room for a checkpoint, and begin again, in full, when there is some."""
+    root, source = memory_path / "checkpoints", weights()
+    hand, config = Hand(memory_path / "hand"), trainer_config(versions="all")
+    heard: list[Report] = []
+    with managed(root, source, config=config, agent=hand.command) as manager:
+        save(manager, 1, source, version=True)
+        manager.hear = heard.append
+        hand.set("free", 300 * 64 * 7)  # more than the checkpoint takes, and less than both
+        for step in (2, 3):
+            source.fill(step)
+            save(manager, step, source, version=True)
+            save(manager, step, source, full=False, version=True)  # alone it is no failed save
+        hand.clear("free")
+        save(manager, 4, source, version=True)
+        metrics = manager.metrics()
+    hand.close()
+    storage = open_storage(root)
+    assert [catalog.step_of(path) for path in catalog.committed(storage)] == [1, 2, 3, 4]
+    paths = catalog.committed(storage, VERSIONS)
+    assert [catalog.step_of(path) for path in paths] == [1, 4]
+    assert torch.equal(bits(root, paths[-1]), source.tensors["model/w"])
+    assert metrics["checkpoint/versions_lost"] == 4 and metrics["checkpoint/failed"] == 0
+    lost = [report for report in heard if isinstance(report, NotKept)]
+    assert len(lost) == 4 and all("are left to checkpoints" in report.cause for report in lost)
+    assert not [report for report in heard if isinstance(report, SaveFailed)]
+    assert not [name for name in storage.list(VERSIONS) if ".tmp-" in name]
+
+
+def test_versions_that_no_data_is_of_go(tmp_path: Path) -> None:
+    """Those before the oldest one needed, but for what later ones are made of; two stay anyway."""
+    root, source = tmp_path / "checkpoints", weights()
+    with managed(root, source, config=trainer_config(versions="needed")) as manager:
+        for step, needed, expected in (
+            (1, 0, [1]),
+            (2, 0, [1, 2]),
+            (3, 2, [1, 2, 3]),
+            (4, 4, [1, 2, 3, 4]),  # a full one, to which 3 is the last before
+            (5, 5, [4, 5]),
+            (6, 6, [4, 5, 6]),
+        ):
+            if step == 4:
+                os.kill(manager._link.pid, signal.SIGKILL)
+            manager.needed = needed
+            source.tensors["model/w"][step, ::7] *= 1.01
+            save(manager, step, source, full=False, version=True)
+            until(lambda: kept_steps(root) == expected, f"{expected}: {kept_steps(root)}")  # noqa: B023
+    assert torch.equal(bits(root, "versions/v_00000006"), source.tensors["model/w"])
+
+
+def kept_steps(root: Path) -> list[int | None]:
+    return [catalog.step_of(path) for path in catalog.committed(open_storage(root), VERSIONS)]
+
+
+# --- by hand -------------------------------------------------------------------------------------
+
+
+def stored(directory: Path, versions: list[list[int]]) -> None:
+    """A journal with a group for each list, a token of each of its versions."""
+    ledger = Ledger(str(directory), 2**20)
+    for number, sampled in enumerate(versions):
+        spans = [VersionSpan(version=v, start=i, end=i + 1) for i, v in enumerate(sampled)]
+        row = Experience(
+            tokens=[1] * (1 + len(spans)),
+            prompt_length=1,
+            action_mask=[True] * len(spans),
+            logprobs=[0.0] * len(spans),
+            versions=spans,
+        )
+        ledger.append(Issued(group=number, explorer="e", task=b"", cursor={}))
+        ledger.append(Stored(group=number, experiences=encode([row]), version=min(sampled)))
+    ledger.append(Issued(group=number + 1, explorer="e", task=b"", cursor={}, version=9))
+    assert ledger.progress.oldest_version() == min(map(min, versions))
+    ledger.journal.close()
+
+
+def test_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ls, show, verify and gc know versions; what stored tokens are of stays, with its bases."""
+    root, source, expected = tmp_path / "checkpoints", weights(), {}
+    with managed(root, source, config=trainer_config(versions="all")) as manager:
+        for step in range(7):
+            source.tensors["model/w"][step, ::7] *= 1.01
+            expected[step] = source.tensors["model/w"].clone()
+            if step == 3:  # as after the death of an agent: a full one
+                os.kill(manager._link.pid, signal.SIGKILL)
+            save(manager, step, source, full=step == 6, version=True)
+    assert ckpt.main(["ls", str(tmp_path)]) == 0
+    assert "versions: 0-6; " in (said := capsys.readouterr().out) and "2 of 7 in full" in said
+    assert ckpt.main(["show", str(tmp_path), "--version", "2"]) == 0
+    assert "what changed since v 1" in capsys.readouterr().out
+    assert ckpt.main(["show", str(tmp_path), "--version", "9"]) == 2
+    assert "no weights of version 9; kept: 0-6" in capsys.readouterr().err
+    stored(tmp_path / "buffer" / "experience_buffer", [[5], [4, 5]])
+    assert ckpt.main(["gc", str(tmp_path)]) == 0
+    assert "3 stored tokens are of versions 4-5\nto go: 0-2 (3 of 7" in capsys.readouterr().out
+    assert ckpt.main(["gc", str(tmp_path), "--remove"]) == 0
+    paths = catalog.committed(open_storage(root), VERSIONS)
+    assert [catalog.step_of(path) for path in paths] == [3, 4, 5, 6]
+    for path in paths:
+        assert torch.equal(bits(root, path), expected[catalog.step_of(path)])
+    capsys.readouterr()
+    assert ckpt.main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("good") == 5
+    (file,) = (root / paths[1]).glob("*.bin")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert ckpt.main(["verify", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.count("DAMAGED") == 3, "it, and what is made of it"
+    assert catalog.weights_of(open_storage(root), 6) == "versions/v_00000006"
