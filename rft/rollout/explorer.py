@@ -112,14 +112,10 @@ class Explorer:
         counts_experiences: bool = False,
         max_read_timeout: float = 1800.0,
         quick_rewards: bool = False,
-        begins_with: int = 0,
     ):
         """`counts_experiences`: they fill a step, not groups, so that none may have more than its
         workflow says. `max_read_timeout`: the buffer's own, for what may take long there.
-        `quick_rewards`: no task is foreseen whose reward needs a process. `begins_with`: at most so
-        many tasks run at a time until as many have ended: those of a trainer's first step, which
-        would wait for those of later steps otherwise, and behind it all engines for the step. 0:
-        nobody waits for a step.
+        `quick_rewards`: no task is foreseen whose reward needs a process.
         """
         self.config = config
         self.counts_experiences = counts_experiences
@@ -142,7 +138,7 @@ class Explorer:
         self.put = CallBatcher(self._put, lambda: len(self.groups))
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
-        self.runners = self.pool.slots(config.runner_per_model, begins_with)
+        self.runners = self.pool.slots(config.runner_per_model)
         self.broken: asyncio.Future[None] = asyncio.get_event_loop().create_future()
         self.groups: set[asyncio.Task[None]] = set()
         self.sampling: dict[

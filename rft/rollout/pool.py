@@ -58,24 +58,18 @@ class ResizableSemaphore:
 
     Holders take one, wait for their turn in the order in which they came, and give it back.
     Invariant: no slot is given while `taken` is at or above `size`; when the size falls, holders
-    keep theirs and the next ones wait for longer. `first`: until so many were given back, no more
-    than that are taken (0: as many as there are).
+    keep theirs and the next ones wait for longer.
     """
 
-    def __init__(self, each: int, engines: int, first: int = 0):
+    def __init__(self, each: int, engines: int):
         self.each = each  # per engine
         self.size = each * engines
-        self.first = first
-        self.taken = self.returned = 0
+        self.taken = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
     def free(self) -> int:
-        return max(0, self._most - self.taken)
-
-    @property
-    def _most(self) -> int:
-        return min(self.size, self.first) if self.returned < self.first else self.size
+        return max(0, self.size - self.taken)
 
     def resize(self, engines: int) -> None:
         self.size = self.each * engines
@@ -94,11 +88,10 @@ class ResizableSemaphore:
 
     def release(self) -> None:
         self.taken -= 1
-        self.returned += 1
         self._grant()
 
     def _grant(self) -> None:
-        while self._waiting and self.taken < self._most:
+        while self._waiting and self.taken < self.size:
             turn = self._waiting.popleft()
             if not turn.done():  # the others have given up
                 self.taken += 1
@@ -156,9 +149,9 @@ class EnginePool:
         """Those that get requests."""
         return [member for member in self.members.values() if not member.out]
 
-    def slots(self, each: int, first: int = 0) -> ResizableSemaphore:
-        """`each` slots per engine that serves, now and later; `first` of them to begin with."""
-        slots = ResizableSemaphore(each, len(self.open()), first)
+    def slots(self, each: int) -> ResizableSemaphore:
+        """`each` slots per engine that serves, now and later."""
+        slots = ResizableSemaphore(each, len(self.open()))
         self._slots.add(slots)
         return slots
 

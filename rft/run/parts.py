@@ -115,7 +115,6 @@ def explorer_spec(
         counts_experiences=mixing.rollouts_per_step(config) is not None,
         max_read_timeout=config.buffer.trainer_input.experience_buffer.max_read_timeout,
         quick_rewards=are_quick(config),
-        begins_with=config.buffer.batch_size if config.mode == "both" else 0,
     )
     return ActorSpec("explorer", config.explorer.name, make)
 

@@ -312,26 +312,6 @@ def test_slots_follow_the_engines() -> None:
     scenario(test)
 
 
-def test_the_first_slots_come_back_before_there_are_more() -> None:
-    async def test(first: int, given: list[int]) -> None:
-        slots = ResizableSemaphore(4, 1, first)
-        assert slots.free == given[0]
-        jobs = [asyncio.ensure_future(slots.acquire()) for _ in range(9)]
-        found = []
-        for _ in given:
-            await turns()
-            found.append(sum(job.done() for job in jobs))
-            slots.release()
-        assert found == given
-        for job in jobs:
-            job.cancel()
-
-    asyncio.run(test(0, [4, 5, 6, 7]))
-    asyncio.run(test(2, [2, 3, 6, 7]))
-    asyncio.run(test(3, [3, 4, 5, 7]))
-    asyncio.run(test(7, [4, 5, 6, 7]))
-
-
 def test_a_slot_is_not_lost_by_who_gives_up() -> None:
     async def test() -> None:
         slots = ResizableSemaphore(1, 1)
