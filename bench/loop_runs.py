@@ -8,7 +8,8 @@ starts, and read afterwards.
 In: a model, a task file, the sizes of a run and its way. Out: `Measured`. Pinning is done from
 outside, thread by thread: the trainer ranks to core 0, everything else (engine, explorer and its
 rewards, buffer, synchronizer, Ray) to core 1, in every way the same. What a run starts afterwards
-inherits the core of whoever starts it.
+inherits the core of whoever starts it. Rollouts that are to begin together with a training hold
+their first tasks until a file is there.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,51 +29,53 @@ from typing import Any
 import psutil
 
 from bench import report
+from bench.loop_where import Counts, counted, part_of, where
 from rft.ground.process import adopt_orphans
 from rft.monitor.run_record import RunRecord
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TASKS_FILE = Path(__file__).with_name("loop_tasks.py")
-ASYNC, SYNC, ROLLOUT, TRAINING = "async", "sync", "rollout alone", "training alone"
-MODES = {ASYNC: "both", SYNC: "both", ROLLOUT: "explore", TRAINING: "train"}
-STALENESS = {ASYNC: 1, SYNC: 0}
+ASYNC, EVEN, ROLLOUT, TOGETHER = "async", "even", "rollouts alone", "halves together"
+MODES = {ASYNC: "both", EVEN: "both", ROLLOUT: "explore"}
 TASKS, REPEATS = 16, 8  # of one step
+TEMPLATE = 16  # tokens, at most, of a sum and of the chat template around a prompt
+SAVE_EVERY, EVALUATE_EVERY, EVALUATED = 4, 6, 64  # steps, steps, tasks: of `even`
 RANK_CORE, OTHER_CORE = 0, 1
 EVENT_S = 300.0  # a start on a busy machine takes a minute; no step takes that long
-PARTS = {  # what a process's title tells of who it is; the first that fits counts
-    "rft.run.rank": "trainer",
-    "RolloutEngine": "engine",
-    "EngineCore": "engine",
-    "Explorer": "explorer",
-    "rewards": "explorer",
-    "reward_worker": "explorer",
-    "ExperienceBuffer": "buffer",
-    "Synchronizer": "synchronizer",
-}
 SPANS = ("wait_batch", "score", "train", "sync_wait", "staging_wait")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What all ways of a comparison have in common."""
+    """What all ways of a comparison have in common. `rows`: the file of tasks."""
 
+    prompt: int  # tokens; 0: of a sum
     tokens: int  # of every response
     steps: int
     dtype: str
+    rows: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt}:{self.tokens}" if self.prompt else str(self.tokens)
 
 
 @dataclass
 class Measured:
-    """Seconds of the clock of `bench.loop`; of steps those after
-    the first, which warms up, as medians.
+    """Seconds of the clock of `bench.loop`; of steps those after the first, which warms up, as
+    medians.
     """
 
     wall: float
-    busy: dict[str, float]  # processor seconds by part
+    busy: float  # processor seconds
     steps: list[float] = field(default_factory=list)
     spans: dict[str, float] = field(default_factory=dict)
     rollouts: float = 0.0  # seconds in which at least one group was in work
     tokens: int = 0
+    where: dict[str, float] = field(default_factory=dict)  # processor seconds by row
+    first_wait: float = 0.0
+    idle: float = 0.0  # share of the time after the first step in which the engine decoded nothing
+    slower: str = ""  # half, of two
 
 
 class LoopRun:
@@ -155,15 +159,8 @@ class LoopRun:
                 with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
                     pin(process.pid, RANK_CORE if part_of(process) == "trainer" else OTHER_CORE)
 
-    def busy(self) -> dict[str, float]:
-        """Processor seconds so far, by part."""
-        found: dict[str, float] = {}
-        for process in self.family():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                spent = process.cpu_times()
-                name = part_of(process)
-                found[name] = found.get(name, 0.0) + spent.user + spent.system
-        return found
+    def counts(self) -> Counts:
+        return counted(self.family(), time.time())
 
     def __enter__(self) -> "LoopRun":
         return self
@@ -189,26 +186,22 @@ def pin(process: int, core: int) -> None:
             os.sched_setaffinity(int(thread), {core})
 
 
-def part_of(process: psutil.Process) -> str:
-    title = " ".join(process.cmdline())
-    return next((part for mark, part in PARTS.items() if mark in title), "other")
-
-
-def overrides(root: Path, name: str, way: str, sizes: Sizes, pipe: Path) -> list[str]:
+def overrides(root: Path, name: str, mode: str, sizes: Sizes, pipe: Path, gate: str) -> list[str]:
     """The command line of a run.
 
-    `root` holds the model and the tasks; runs of one `name` share their journal.
+    `root` holds the model; runs of one `name` share their journal. `gate`: a file that the first
+    tasks wait for.
     """
     return [
         "experiment=grpo",
-        f"mode={MODES[way]}",
+        f"mode={mode}",
         f"name={name}",
         f"checkpoint_root_dir={root / 'runs'}",
         "device=cpu",
         "monitor=none",
         "monitor.num_samples=0",
         f"model.model_path={root / 'model'}",
-        "model.max_prompt_tokens=16",
+        f"model.max_prompt_tokens={sizes.prompt + TEMPLATE}",
         f"model.max_response_tokens={sizes.tokens}",
         f"model.min_response_tokens={sizes.tokens - 1}",
         f"algorithm.repeat_times={REPEATS}",
@@ -217,9 +210,10 @@ def overrides(root: Path, name: str, way: str, sizes: Sizes, pipe: Path) -> list
         "buffer.total_epochs=1000",
         f"buffer.explorer_input.default_workflow_type={TASKS_FILE}:Timed",
         f"buffer.explorer_input.default_reward_fn_type={TASKS_FILE}:reward",
-        f"buffer.explorer_input.taskset.path={root / 'train.jsonl'}",
+        f"buffer.explorer_input.taskset.path={sizes.rows}",
         f"+buffer.explorer_input.taskset.workflow_args.pipe={pipe}",
-        f"synchronizer.max_staleness={STALENESS.get(way, 1)}",
+        f"+buffer.explorer_input.taskset.workflow_args.gate={gate}",
+        "synchronizer.max_staleness=1",
         f"explorer.runner_per_model={2 * TASKS}",
         "explorer.eval_on_startup=false",
         "explorer.rollout_model.kv_cache_gb=1.0",
@@ -232,28 +226,88 @@ def overrides(root: Path, name: str, way: str, sizes: Sizes, pipe: Path) -> list
     ]
 
 
-def measure(root: Path, name: str, way: str, sizes: Sizes) -> Measured:
-    """Run one way from its start to its end.
+def evenness(sizes: Sizes) -> list[str]:
+    """What `even` does besides: checkpoints and evaluations while it trains."""
+    held_out = sizes.rows.with_name("held_out.jsonl")
+    if not held_out.exists():
+        with sizes.rows.open(encoding="utf-8") as rows:
+            lines = [line for line, _ in zip(rows, range(EVALUATED), strict=False)]
+        held_out.write_text("".join(lines), encoding="utf-8")
+    taskset = f"{{name: held_out, path: {held_out}, format: {{prompt_type: plaintext}}}}"
+    return [
+        f"buffer.explorer_input.eval_tasksets=[{taskset}]",
+        "buffer.explorer_input.default_eval_workflow_type=single_turn",
+        f"explorer.eval_interval={EVALUATE_EVERY}",
+        f"trainer.save_interval={SAVE_EVERY}",
+    ]
 
-    `training alone` wants an earlier `rollout alone` of the same name.
-    """
-    pipe = root / f"{name}-{MODES[way]}.pipe"
+
+def started(root: Path, name: str, mode: str, sizes: Sizes, more: list[str], gate: str) -> LoopRun:
+    pipe = root / f"{name}-{mode}.pipe"
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe)
+    return LoopRun([*overrides(root, name, mode, sizes, pipe, gate), *more], pipe)
+
+
+def measure(root: Path, name: str, way: str, sizes: Sizes) -> Measured:
+    """Run one way from its start to its end."""
     groups: list[dict[str, Any]] = []
-    begins: dict[str, float] = {}
-    with LoopRun(overrides(root, name, way, sizes, pipe), pipe) as run:
+    begin: Counts | None = None
+    more = evenness(sizes) if way == EVEN else []
+    with started(root, name, MODES[way], sizes, more, "") as run:
         while True:
-            kind, what = run.next(f"{way}: {'its last step' if begins else 'its first step'}")
+            kind, what = run.next(f"{way}: {'its last step' if begin else 'its first step'}")
             groups += [what] if kind == "group" else []
-            if not begins and is_first(way, kind, what):
+            if begin is None and is_first(way, kind, what):
                 run.pin()
-                begins = run.busy()
+                begin = run.counts()
             if is_last(way, sizes, kind, what, groups):
                 break
-        busy = {part: spent - begins.get(part, 0.0) for part, spent in run.busy().items()}
+        assert begin is not None
+        end = run.counts()
         run.finish()
-    return read(root / "runs" / "rft" / name, way, sizes, groups, busy)
+    job = root / "runs" / "rft" / name
+    found = read(job, way, sizes, groups)
+    found.busy, found.where = end.whole - begin.whole, where(begin, end, job)
+    return found
+
+
+def measure_together(root: Path, name: str, sizes: Sizes) -> Measured:
+    """Rollouts, and beside them the training on what `rollouts alone` of this `name` has left:
+    nothing goes from one to the other. The clock begins with the first step of the training.
+    """
+    gate, beside = root / f"{name}.gate", f"{name}-beside"
+    gate.unlink(missing_ok=True)
+    groups: list[dict[str, Any]] = []
+    with started(root, beside, "explore", sizes, [], str(gate)) as rollouts:
+        while rollouts.next("rollouts: their first task") != ("group", {"held": True}):
+            pass
+        with started(root, name, "train", sizes, [], "") as training:
+            while not is_first(ASYNC, *training.next("training: its first step")):
+                pass
+            rollouts.pin()
+            training.pin()
+            gate.touch()
+            begin = [run.counts().whole for run in (rollouts, training)]
+            while not is_last(ROLLOUT, sizes, "group", None, groups):
+                kind, what = rollouts.next("rollouts: their last task")
+                groups += [what] if kind == "group" and "held" not in what else []
+            end = [rollouts.counts().whole]  # it may end before the training does
+            while not is_last(ASYNC, sizes, *training.next("training: its last step"), groups):
+                pass
+            end.append(training.counts().whole)
+            training.finish()
+    runs = root / "runs" / "rft"
+    halves = {
+        "rollouts": read(runs / beside, ROLLOUT, sizes, groups),
+        "training": read(runs / name, TOGETHER, sizes, []),
+    }
+    slower = max(halves, key=lambda half: halves[half].wall)
+    found = halves[slower]
+    found.slower, found.steps = slower, halves["training"].steps
+    found.rollouts = halves["rollouts"].rollouts
+    found.busy = sum(end) - sum(begin)
+    return found
 
 
 def is_first(way: str, kind: str, what: Any) -> bool:
@@ -270,21 +324,19 @@ def is_last(way: str, sizes: Sizes, kind: str, what: Any, groups: list[dict[str,
     return step is not None and int(step.group(1)) == sizes.steps
 
 
-def read(
-    job: Path, way: str, sizes: Sizes, groups: list[dict[str, Any]], busy: dict[str, float]
-) -> Measured:
-    """Put together what the run said and wrote; raises when it
-    did other work than was asked for.
+def read(job: Path, way: str, sizes: Sizes, groups: list[dict[str, Any]]) -> Measured:
+    """Put together what the run said and wrote; raises when it did other work than was asked
+    for. Of `halves together`, the training.
     """
     ended = [group for group in groups if "tokens" in group]
     tokens = sum(group["tokens"] for group in ended)
-    if way != TRAINING and tokens != sizes.steps * TASKS * REPEATS * sizes.tokens:
+    if way != TOGETHER and tokens != sizes.steps * TASKS * REPEATS * sizes.tokens:
         raise RuntimeError(
             f"{way}: {len(ended)} groups with {tokens} tokens are not what {sizes} asks for"
         )
     working = in_work(groups)
     if way == ROLLOUT:
-        return Measured(groups[-1]["at"] - groups[0]["at"], busy, rollouts=working, tokens=tokens)
+        return Measured(groups[-1]["at"] - groups[0]["at"], 0.0, rollouts=working, tokens=tokens)
     rows = RunRecord(job).timed
     lengths = {row["response_length/mean"] for row in rows}
     if (
@@ -300,7 +352,21 @@ def read(
     spans = {
         span: report.median([row.get(f"time/{span}_s", 0.0) for row in rows[1:]]) for span in SPANS
     }
-    return Measured(sum(steps), busy, steps, spans, working, tokens)
+    idle = [
+        row["explorer/engine_idle_frac"] * row["time/step_s"]
+        for row in rows[1:]
+        if "explorer/engine_idle_frac" in row
+    ]
+    return Measured(
+        sum(steps),
+        0.0,
+        steps,
+        spans,
+        working,
+        tokens,
+        first_wait=rows[0]["time/wait_batch_s"],
+        idle=sum(idle) / sum(steps[1:]) if idle else float("nan"),
+    )
 
 
 def in_work(groups: list[dict[str, Any]]) -> float:

@@ -7,6 +7,7 @@ change the gradient. Advantages per token are made later, where the values lie
 (`rft.trainer.models`).
 """
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from rft.algorithm.advantages import ADVANTAGES, Columns, Credit, total_reward
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
 from rft.data.packing import Row, token_weights
 from rft.ground.experience import Experience
+
+BY_CHANCE = 1e6  # steps in which equal answers are too many once
 
 
 @dataclass(frozen=True)
@@ -192,9 +195,48 @@ def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
             "staleness/max": ages.max() if len(ages) else 0.0,
             "staleness/tokens_mixed_frac": np.mean(np.array(versions) > 1),
             **token_staleness(rollouts, step),
+            **equal_answers(rollouts),
             "sample/groups": len(spreads),
         }
     return {name: float(value) for name, value in found.items()}
+
+
+def equal_answers(rollouts: list[Experience]) -> dict[str, float]:
+    """Of the pairs of answers of a group, how many are equal to the token (`group/equal_frac`), and
+    how much more than their own log-probabilities say, less what chance does
+    (`drift/equal_answers`, over 0 once in a million steps).
+
+    Of two independent samples of one policy the second is the first with the first's probability,
+    so the difference is 0 on average, whatever the policy; over m pairs that have no answer in
+    common its mean is over sqrt(log(10^6) / 2m) with a probability of 10^-6 at most (Hoeffding
+    1963, section 5b). Only answers are compared of which the policy has chosen every token, in a
+    group where each is a sample of its own.
+    """
+    groups: dict[int, list[Experience]] = {}
+    for one in rollouts:
+        groups.setdefault(one.group, []).append(one)
+    pairs = equal = expected = apart = 0.0
+    for members in groups.values():
+        others = len(members) - 1
+        if not others or not all(_is_sample(one) for one in members):
+            continue
+        counts = Counter(one.token_bytes for one in members)
+        pairs += others * len(members)
+        apart += len(members) // 2
+        equal += sum(count * (count - 1) for count in counts.values())
+        expected += others * sum(np.exp(min(0.0, float(np.sum(m.logprobs)))) for m in members)
+    if not pairs:
+        return {}
+    by_chance = np.sqrt(np.log(BY_CHANCE) / (2 * apart))
+    return {
+        "group/equal_frac": equal / pairs,
+        "drift/equal_answers": (equal - expected) / pairs - float(by_chance),
+    }
+
+
+def _is_sample(one: Experience) -> bool:
+    length = one.response_length
+    return not one.turn and not one.expert and len(one.logprobs) == length == sum(one.action_mask)
 
 
 def token_staleness(rollouts: list[Experience], step: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     TokenLoss = Callable[[Tensor, "Fields"], Losses]
 
 # those that a loss may look at
-SCORES = ("proximal", "reference", "value", "returns", "margin", "expert")
+SCORES = ("proximal", "reference", "value", "returns", "margin", "expert", "kept")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Fields:
     entropy: "Tensor | None" = None  # of the current policy, with gradient
     margin: "Tensor | None" = None  # of the pair that the response belongs to: see `dpo`
     expert: "Tensor | None" = None  # 1 where no policy sampled the token
+    kept: "Tensor | None" = None  # 0 where the step leaves the token out: see `outliers`
     # int64: number of the token's sequence in this microbatch, the same on all its ranks
     sequence: "Tensor | None" = None
     sequences: int = 0  # how many numbers there are, that of padding included

@@ -22,6 +22,7 @@ from rft.algorithm.pairs import dpo
 from rft.algorithm.ratios import (
     Coefficient,
     Correction,
+    binary_kl,
     clipped_share,
     estimate,
     limited,
@@ -122,6 +123,53 @@ def cispo(
         is_over = (fields.advantage > 0) & (ratio > 1 + mask_clip_range_high)
         is_under = (fields.advantage < 0) & (ratio < 1 - mask_clip_range_low)
         weight = weight.where(~(is_over | is_under), weight.new_zeros(()))
+    return -fields.advantage * weight * logprobs, metrics
+
+
+def dppo_tv(
+    logprobs: "Tensor",
+    fields: Fields,
+    delta_low: float = 0.2,
+    delta_high: float = 0.2,
+    ratio_cap: float = 20.0,
+) -> "Losses":
+    """Divergence proximal policy optimisation with total variation: a token is left out when its
+    probability, not its ratio, has moved too far.
+
+    -A min(r, cap) logprobs, the ratio held constant, and 0 where A > 0 and p - q > high, or A <= 0
+    and q - p > low; p = exp(logprobs), q = exp(old) (Qi et al. 2026, arXiv:2602.04879,
+    Binary-TV; the cap is its section 5.4).
+
+    |p - q| is the total variation of two coins: this token, or any other one.
+    """
+    gap = (logprobs.detach().exp() - fields.old.exp()).abs()
+    return _dppo(logprobs, fields, gap, delta_low, delta_high, ratio_cap)
+
+
+def dppo_kl(
+    logprobs: "Tensor",
+    fields: Fields,
+    delta_low: float = 0.05,
+    delta_high: float = 0.05,
+    ratio_cap: float = 20.0,
+) -> "Losses":
+    """As `dppo_tv`, with KL(q || p) of the two coins instead of |p - q| (arXiv:2602.04879,
+    Binary-KL).
+    """
+    gap = binary_kl(fields.old, logprobs.detach())
+    return _dppo(logprobs, fields, gap, delta_low, delta_high, ratio_cap)
+
+
+def _dppo(
+    logprobs: "Tensor", fields: Fields, gap: "Tensor", low: float, high: float, cap: float
+) -> "Losses":
+    """`gap`: how far the token has moved; one that comes back is never left out."""
+    log_ratio = limited(logprobs.detach() - fields.old)
+    is_good = fields.advantage > 0
+    is_out = (is_good & (log_ratio > 0) & (gap > high)) | (~is_good & (log_ratio < 0) & (gap > low))
+    weight = log_ratio.exp().clamp(max=cap)
+    weight = weight.where(~is_out, weight.new_zeros(()))
+    metrics = {**clipped_share(is_out, log_ratio.exp()), **versus_engine(logprobs, fields)}
     return -fields.advantage * weight * logprobs, metrics
 
 
@@ -358,6 +406,8 @@ LOSSES: dict[str, Callable[..., "Losses"]] = {
     "ppo": ppo,
     "gspo": gspo,
     "cispo": cispo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
     "sapo": sapo,
     "opmd": opmd,
     "topr": topr,

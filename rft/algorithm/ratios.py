@@ -31,6 +31,11 @@ token, or its product (`sequence`) or geometric mean (`geometric`) over a respon
                                                         decoupled PPO, arXiv:2110.00641)
     rollout_rs   1 where lower <= rho <= upper, else 0  token: IcePop (arXiv:2510.18855); sequence,
                                                         geometric: masked IS, MIS
+                 1 where KL(p, q) <= upper and          binary_kl: KPop (Guo et al. 2026,
+                 KL(q, p) <= upper, else 0              ringtech.notion.site/kpop); p, q the two
+                                                        probabilities of the token against all
+                                                        others
+                 what `outliers` has kept of the step   second_moment: M2PO (arXiv:2510.01161)
 """
 
 from collections.abc import Callable
@@ -47,7 +52,11 @@ KL_LIMIT, RATIO_LIMIT = 10.0, 2.0
 KL_COEF = 0.001  # where `kl_coef` is not given
 STRIDE = 0.2  # of an adaptive coefficient
 WEIGHTS = ("none", "token", "sequence")
-MASKS = ("none", "token", "sequence", "geometric")
+MASKS = ("none", "token", "sequence", "geometric", "binary_kl", "second_moment")
+# masks whose threshold is no range around 1 but a budget, and the published one: phi of KPop as
+# prime-rl and its authors have it (AReaL's example has 2), tau of M2PO (section 5)
+BUDGETS = {"binary_kl": 0.1, "second_moment": 0.04}
+SURE, HOPELESS = -1e-6, -80.0  # log-probabilities; between them 1 - p and p are no zeros in fp32
 
 
 def limited(log_ratio: "Tensor") -> "Tensor":
@@ -76,17 +85,30 @@ def mismatch(log_ratio: "Tensor") -> dict[str, "Tensor"]:
 
     `kl/mismatch` is the k3 estimate of KL(engine || trainer), r - 1 - log r (Schulman 2020). At
     max_staleness=0 in fp32 all of this is arithmetic noise (below 1e-4); with staleness it includes
-    the policy's own movement.
+    the policy's own movement. `drift/token_mult_prob_error` is NeMo-RL's: the mean of exp |log r|
+    (docs/guides/grpo.md there), 1 where both agree.
     """
     ratio = log_ratio.exp()
     gap = log_ratio.abs()
     return {
+        "drift/token_mult_prob_error": gap.exp(),
         "kl/mismatch": ratio - 1 - log_ratio,
         "logprob_diff/mean": gap,
         "logprob_diff/max:max": gap,
         "ratio/mean": ratio,
         "ratio/max:max": ratio,
     }
+
+
+def binary_kl(first: "Tensor", second: "Tensor") -> "Tensor":
+    """KL(first || second) of two coins [T]: this token, or any other one.
+
+    p log(p / q) + (1 - p) log((1 - p) / (1 - q)), p = exp(first), q = exp(second), both held off 0
+    and 1. log(1 - p) is taken without the difference, which is 0 in fp32 from p = 1 - 6e-8 on.
+    """
+    log_p, log_q = first.clamp(HOPELESS, SURE), second.clamp(HOPELESS, SURE)
+    rest_p, rest_q = -log_p.expm1(), -log_q.expm1()
+    return log_p.exp() * (log_p - log_q) + rest_p * (rest_p.log() - rest_q.log())
 
 
 @dataclass
@@ -158,8 +180,8 @@ def estimate(
 
 @dataclass(frozen=True)
 class Correction:
-    """`weight` and `mask` say what rho is taken over; `veto`: a response with a token whose rho is
-    smaller is left out.
+    """`weight` and `mask` say what rho is taken over; `upper` is the budget of a mask that has one;
+    `veto`: a response with a token whose rho is smaller is left out.
     """
 
     weight: str = "none"
@@ -174,10 +196,7 @@ class Correction:
         weight = log_ratio.new_ones(log_ratio.shape)
         if self.weight != "none":
             weight = _over(self.weight, log_ratio, fields).clamp(max=self.cap)
-        kept = fields.mask.new_ones(fields.mask.shape)
-        if self.mask != "none":
-            ratio = _over(self.mask, log_ratio, fields)
-            kept = (ratio >= self.lower) & (ratio <= self.upper)
+        kept = self._kept(log_ratio, fields)
         if self.veto is not None:
             kept = kept & (fields.sums((log_ratio.exp() < self.veto).to(log_ratio.dtype))[0] == 0)
         weight = weight.where(kept, weight.new_zeros(()))
@@ -185,6 +204,18 @@ class Correction:
             "importance/mean": weight,
             "importance/left_out_frac": 1 - kept.to(weight.dtype),
         }
+
+    def _kept(self, log_ratio: "Tensor", fields: Fields) -> "Tensor":
+        if self.mask == "none":
+            return fields.mask.new_ones(fields.mask.shape)
+        if self.mask == "second_moment":
+            assert fields.kept is not None
+            return fields.kept != 0
+        if self.mask == "binary_kl":
+            there, back = (fields.old, fields.behaviour), (fields.behaviour, fields.old)
+            return binary_kl(*there).maximum(binary_kl(*back)) <= self.upper
+        ratio = _over(self.mask, log_ratio, fields)
+        return (ratio >= self.lower) & (ratio <= self.upper)
 
 
 def _over(unit: str, log_ratio: "Tensor", fields: Fields) -> "Tensor":

@@ -12,7 +12,15 @@ from rft.algorithm import ALGORITHMS, mixing
 from rft.algorithm.advantages import ADVANTAGES
 from rft.algorithm.losses import LOSSES, token_loss
 from rft.algorithm.pairs import BETA
-from rft.algorithm.ratios import ESTIMATORS, KL_COEF, MASKS, WEIGHTS, Coefficient, Correction
+from rft.algorithm.ratios import (
+    BUDGETS,
+    ESTIMATORS,
+    KL_COEF,
+    MASKS,
+    WEIGHTS,
+    Coefficient,
+    Correction,
+)
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES, TokenAdvantage
 from rft.config import AlgorithmConfig, RolloutCorrectionConfig, nearest
 from rft.config.arguments import Options, missing, options, wrong_value
@@ -276,7 +284,9 @@ def _check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
             "former out"
         )
     correction = _correction(wanted)
-    if correction is not None and not (
+    if correction is not None and correction.mask in BUDGETS:
+        yield from _check_budget(wanted, correction)
+    elif correction is not None and not (
         0 <= correction.lower < 1 < correction.upper and correction.cap > 0
     ):
         yield (
@@ -285,6 +295,22 @@ def _check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"{correction.upper:g}] of rollout_rs_threshold_lower and rollout_rs_threshold must "
             "hold 1 inside"
         )
+
+
+def _check_budget(wanted: RolloutCorrectionConfig, correction: Correction) -> Iterator[str]:
+    key, kind = "algorithm.rollout_correction", wanted.rollout_rs
+    if not 0 < correction.upper < float("inf"):
+        yield (
+            f"{key}.rollout_rs_threshold={correction.upper:g} with rollout_rs={kind}: it is a "
+            f"budget, greater than 0; leave it out for {BUDGETS[kind]}"
+        )
+    if wanted.rollout_rs_threshold_lower is not None:
+        yield (
+            f"{key}.rollout_rs_threshold_lower={wanted.rollout_rs_threshold_lower} with "
+            f"rollout_rs={kind}, which has no lower end: leave it out"
+        )
+    if not correction.cap > 0:
+        yield f"{key}.rollout_is_threshold={correction.cap} must be greater than 0"
 
 
 def _check_rows(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -346,10 +372,19 @@ def _check_mixing(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
 
 
+def outlier_budget(wanted: RolloutCorrectionConfig) -> float:
+    """Of a mask of `BUDGETS`: as given, or as published."""
+    given = wanted.rollout_rs_threshold
+    return BUDGETS[wanted.rollout_rs] if given is None else given
+
+
 def _correction(wanted: RolloutCorrectionConfig) -> Correction | None:
     if not is_corrected(wanted):
         return None
     cap, veto = wanted.rollout_is_threshold, wanted.rollout_token_veto_threshold
+    if wanted.rollout_rs in BUDGETS:
+        budget = outlier_budget(wanted)
+        return Correction(wanted.rollout_is, cap, wanted.rollout_rs, 0.0, budget, veto)
     upper = cap if wanted.rollout_rs_threshold is None else wanted.rollout_rs_threshold
     inverse = 1 / upper if upper > 0 else 0.0
     lower = (

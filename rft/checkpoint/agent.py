@@ -197,6 +197,8 @@ class Agent:
         else:
             if message.last:
                 self.to_watch.put(self._writers.pop(message.id))
+            elif not writer.outputs:  # no more of it will come
+                del self._writers[message.id]
 
     def _give_up(self, writer: Writer, cause: str) -> None:
         """This rank's part will not come: tell the trainer, and

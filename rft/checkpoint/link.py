@@ -28,12 +28,14 @@ from rft.checkpoint.records import (
     Export,
     Exported,
     Freed,
+    NotKept,
     Ready,
     Report,
     SaveFailed,
     Window,
 )
 from rft.checkpoint.wire import Outbox, Wire
+from rft.ground.process import NamedThread
 
 log = logging.getLogger(__name__)
 AGENT = (sys.executable, "-m", "rft.checkpoint.agent")
@@ -96,7 +98,7 @@ class Link:
         self._ended = threading.Event()
         with self._lock:
             self._adopt(*self._start())
-        threading.Thread(target=self._watchdog, name="checkpoint-watchdog", daemon=True).start()
+        NamedThread(target=self._watchdog, name="checkpoint-watchdog", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -194,7 +196,7 @@ class Link:
         self.state, self._is_killed = "starting", False
         self._quiet_s = self._stalled_for_s = 0.0
         self._outbox.send(self.settings)
-        threading.Thread(
+        NamedThread(
             target=self._listen,
             args=(wire, process, self._outbox),
             name="checkpoint-reports",
@@ -237,13 +239,13 @@ class Link:
                 for start in gone:
                     del save.windows[start]
             elif isinstance(report, SaveFailed) or (
-                isinstance(report, Committed) and not self._is_open(save, report)
+                isinstance(report, Committed | NotKept) and not self._is_open(save, report)
             ):
                 del self._saves[report.id]
             return not (save.failed and isinstance(report, SaveFailed))
 
     @staticmethod
-    def _is_open(save: TrackedSave, report: Committed) -> bool:
+    def _is_open(save: TrackedSave, report: Committed | NotKept) -> bool:
         """Are outputs of this save besides the reported one still to be committed?"""
         save.begin.outputs[:] = [o for o in save.begin.outputs if o.collection != report.collection]
         return bool(save.begin.outputs)

@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 CRITIC = "critic."  # keys of a critic's tensors begin so
 SHOWN = 8  # tensors named in one message
 AGAIN_S = 0.5  # between two tries of what has failed
+PART, BASE_PART = 8, 64  # of a save, and of each that it is a patch of
 Found = TypeVar("Found")
 
 
@@ -99,10 +100,10 @@ class OpenFiles:
     Of many only those used last are open: the ranks may be more than descriptors.
     """
 
-    def __init__(self, storage: Storage, directory: str, patience_s: float):
+    def __init__(self, storage: Storage, directory: str, patience_s: float, part: int = PART):
+        """`part`: of the process's descriptors one in so many; the rest is its own."""
         self._storage, self._directory, self._patience_s = storage, directory, patience_s
-        # the rest is the process's own
-        self._most = max(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
+        self._most = max(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // part)
         self._open: OrderedDict[str, BinaryIO] = OrderedDict()
 
     def where(self, name: str) -> str:
@@ -236,10 +237,10 @@ class RankFile:
 class SealedDirectory:
     """A committed directory whose manifest is verified; so is each receipt that is asked for."""
 
-    def __init__(self, storage: Storage, path: str, patience_s: float):
+    def __init__(self, storage: Storage, path: str, patience_s: float, part: int = PART):
         self.path = path
         self.where = f"{storage.where}/{path}"
-        self.files = OpenFiles(storage, path, patience_s)
+        self.files = OpenFiles(storage, path, patience_s, part)
         self._storage = storage
         try:
             self.manifest: Manifest = self.files.attempt(
@@ -305,41 +306,46 @@ class SealedDirectory:
 
 
 class Bases:
-    """Of one rank, the files that a patch builds on, one before the other; each is opened once."""
+    """The saves that a patch builds on, one before the other; each, and of each rank its file, is
+    opened once.
+    """
 
-    def __init__(self, storage: Storage, collection: str, rank: int, patience_s: float):
-        self._storage, self._collection = storage, collection
-        self._rank, self._patience_s = rank, patience_s
-        self._open: dict[tuple[int, str], tuple[SealedDirectory, RankFile]] = {}
+    def __init__(self, storage: Storage, collection: str, patience_s: float):
+        self._storage, self._collection, self._patience_s = storage, collection, patience_s
+        self._there: dict[tuple[int, str], SealedDirectory] = {}
+        self._files: dict[tuple[int, tuple[int, str]], RankFile] = {}
 
     def file(self, of: Receipt, where: str) -> RankFile:
         """That which the patch of receipt `of`, at `where`, begins from."""
         assert of.patch is not None
-        if of.patch.base not in self._open:
-            self._open[of.patch.base] = self._opened(of, of.patch.base, where)
-        return self._open[of.patch.base][1]
+        base = of.patch.base
+        if (of.rank, base) not in self._files:
+            there = self._opened(base, where)
+            what = f"{where} is a patch of version {base[0]}"
+            if there.manifest.layout != of.layout or there.manifest.world != of.world:
+                raise Damaged(f"{what}, whose layout is another")
+            receipt = there.receipt(of.rank)
+            if receipt.bytes != of.bytes:
+                raise Damaged(f"{what}, which has {receipt.bytes} bytes and not {of.bytes}")
+            self._files[of.rank, base] = RankFile(there.files, receipt, self.file)
+        return self._files[of.rank, base]
 
-    def _opened(
-        self, of: Receipt, base: tuple[int, str], where: str
-    ) -> "tuple[SealedDirectory, RankFile]":
-        what = f"{where} is a patch of version {base[0]}"
-        path = patiently(
-            f"{what}, which cannot be looked for",
-            lambda: find(self._storage, self._collection, base),
-            self._patience_s,
-        )
-        if path is None:
-            raise Damaged(f"{what} ({base[1]}), which is not there any more")
-        there = SealedDirectory(self._storage, path, self._patience_s)
-        if there.manifest.layout != of.layout or there.manifest.world != of.world:
-            raise Damaged(f"{what}, whose layout is another")
-        receipt = there.receipt(self._rank)
-        if receipt.bytes != of.bytes:
-            raise Damaged(f"{what}, which has {receipt.bytes} bytes and not {of.bytes}")
-        return there, RankFile(there.files, receipt, self.file)
+    def _opened(self, base: tuple[int, str], where: str) -> SealedDirectory:
+        if base not in self._there:
+            what = f"{where} is a patch of version {base[0]}"
+            path = patiently(
+                f"{what}, which cannot be looked for",
+                lambda: find(self._storage, self._collection, base),
+                self._patience_s,
+            )
+            if path is None:
+                raise Damaged(f"{what} ({base[1]}), which is not there any more")
+            there = SealedDirectory(self._storage, path, self._patience_s, BASE_PART)
+            self._there[base] = there
+        return self._there[base]
 
     def close(self) -> None:
-        for there, _ in self._open.values():
+        for there in self._there.values():
             there.files.close()
 
 
@@ -359,7 +365,7 @@ class Checkpoint:
         self.receipts = [there.receipt(rank) for rank in range(world)]
         if sum(receipt.bytes for receipt in self.receipts) != self.manifest.bytes:
             raise Damaged(f"{self.where}: the receipts vouch for other bytes than {MANIFEST}")
-        self._bases = [Bases(storage, collection, rank, patience_s) for rank in range(world)]
+        self._bases = Bases(storage, collection, patience_s)
         self._sound: set[str] = set()  # keys whose pieces fit together
         self._pieces: dict[str, list[tuple[RankFile, Region]]] = defaultdict(list)
         for receipt in self.receipts:
@@ -368,7 +374,7 @@ class Checkpoint:
                 self._pieces[region.key].append((file, region))
 
     def _file(self, receipt: Receipt) -> RankFile:
-        return RankFile(self._files, receipt, self._bases[receipt.rank].file)
+        return RankFile(self._files, receipt, self._bases.file)
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -477,8 +483,7 @@ class Checkpoint:
 
     def close(self) -> None:
         self._files.close()
-        for bases in self._bases:
-            bases.close()
+        self._bases.close()
 
     def __enter__(self) -> "Checkpoint":
         return self

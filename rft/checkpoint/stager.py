@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from rft.checkpoint.records import Region, Window
 from rft.ground.device import Device
+from rft.ground.process import NamedThread
 from rft.ground.streams import Copier, enter_thread
 
 if TYPE_CHECKING:
@@ -190,9 +191,7 @@ class Stager:
         self.copier.begin()
         self.current = StagedCopy()
         arguments = (self.current, identity, tensors, send, give_up, windows or self.windows)
-        threading.Thread(
-            target=self._run, args=arguments, name="checkpoint-copy", daemon=True
-        ).start()
+        NamedThread(target=self._run, args=arguments, name="checkpoint-copy", daemon=True).start()
         return self.current
 
     def await_copies(self) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from rft.checkpoint.records import Report, Request
-from rft.ground.process import frame, messages
+from rft.ground.process import NamedThread, frame, messages
 
 BACKLOG = 16  # messages that wait to be taken; an agent that listens takes each at once
 
@@ -74,7 +74,7 @@ class Outbox:
     def __init__(self, wire: Wire):
         self._wire = wire
         self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="checkpoint-outbox", daemon=True).start()
+        NamedThread(target=self._run, name="checkpoint-outbox", daemon=True).start()
 
     def send(self, message: Request) -> None:
         self._waiting.put(self._wire.encode(message))

@@ -53,10 +53,14 @@ class RolloutCorrectionConfig(Section):
     ] = "none"
     rollout_is_threshold: Annotated[Float, "the largest weight of rollout_is"] = 2.0
     rollout_rs: Annotated[
-        Str, "none | token (IcePop) | sequence | geometric (MIS): masks outliers"
+        Str,
+        "none | token (IcePop) | sequence | geometric (MIS) | binary_kl (KPop) | second_moment "
+        "(M2PO): masks outliers",
     ] = "none"
     rollout_rs_threshold: Annotated[
-        Float | None, "upper end of the range; default: rollout_is_threshold"
+        Float | None,
+        "upper end of the range; default: rollout_is_threshold; binary_kl: 0.1; second_moment: "
+        "0.04",
     ] = None
     rollout_rs_threshold_lower: Annotated[Float | None, "lower end; default: 1 / the upper one"] = (
         None

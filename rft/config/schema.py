@@ -205,6 +205,25 @@ class CheckpointConfig(Section):
 
 
 @dataclass
+class DriftConfig(Section):
+    """Limits of the gates of `rft.trainer.gates`, which has the source of each."""
+
+    token_mult_prob_error: Annotated[
+        FinitePosFloat | None,
+        "mean of exp |trainer - engine| of tokens of the newest version; default: 1.05, where both "
+        "compute in fp32 1.001",
+    ] = None
+    stale_token_mult_prob_error: Annotated[
+        FinitePosFloat, "the same of steps with older tokens, in which the policy has moved too"
+    ] = 2.0
+    clip_frac: Annotated[FiniteNonNegFloat, "share of tokens that the loss clips"] = 0.3
+    equal_answers: Annotated[
+        FiniteNonNegFloat,
+        "share of pairs of equal answers in a group, over what their probabilities and chance say",
+    ] = 0.0
+
+
+@dataclass
 class TrainerConfig(Section):
     name: Annotated[Str, "of the trainer in logs and traces"] = "trainer"
     trainer_type: Annotated[
@@ -227,6 +246,11 @@ class TrainerConfig(Section):
     ] = None
     grad_clip: Annotated[FiniteNonNegFloat, "norm that gradients are cut to; 0: they are not"] = 1.0
     critic_warmup: Annotated[NonNegInt, "steps at the start that train only the critic"] = 0
+    on_drift: Annotated[
+        Literal["warn", "stop"],
+        "a gate is passed (docs/observe.md): warn once, or end the run with a checkpoint",
+    ] = "warn"
+    drift: DriftConfig = field(default_factory=DriftConfig)
     max_skipped_steps: Annotated[
         NonNegInt, "so many in a row whose loss or gradient is not finite end the run; 0: none do"
     ] = 5

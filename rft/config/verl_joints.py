@@ -69,7 +69,14 @@ ESTIMATORS = {
     "rloo": "rloo",
     "rloo_vectorized": "rloo",
 }
-LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}
+LOSSES = {
+    "vanilla": "ppo",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
+}
 KL = {
     "kl": "k1",
     "k1": "k1",
@@ -125,6 +132,9 @@ def policy_loss(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     args: dict[str, Any] = {"clip_range_low": ask(low), "clip_range_high": ask(high)}
     if kind == "ppo":
         args["clip_ratio_c"] = ask(f"{_A}.clip_ratio_c")
+    elif kind in ("dppo_tv", "dppo_kl"):
+        cap = ask(f"{_A}.clip_ratio_c")
+        args = {"delta_low": ask(low), "delta_high": ask(high), "ratio_cap": cap}
     elif kind == "sapo":
         args = {"tau_pos": ask(f"{_A}.tau_pos"), "tau_neg": ask(f"{_A}.tau_neg")}
     yield "algorithm.policy_loss_fn", kind

@@ -60,6 +60,8 @@ NICE = 10  # a tenth of what others get of a core that both want
 # Elements of a tile of logits: on a CPU 16 MiB in fp32, which stay in a last-level cache between
 # the passes over them; on a GPU 1 GiB, of which two are held.
 HOST_TILE, CARD_TILE = 2**22, 2**28
+# elements of what operations on a CPU that follow each other work on: half a megabyte in fp32
+HOST_CACHE = 2**17
 # Columns of a tile: with fewer, adding to the gradient of all hidden states takes longer than its
 # product, also where that leaves the cache; with more, a GPU gains nothing.
 LEAST_COLUMNS, MOST_COLUMNS = 512, 2**14
@@ -423,6 +425,15 @@ def attention_dtype(tensor: "torch.Tensor") -> "torch.dtype":
     import torch
 
     return torch.float32 if tensor.device.type == "cpu" else tensor.dtype
+
+
+def cached_slices(rows: "torch.Tensor") -> Iterator[slice]:
+    """Cuts of [n, width] for operations that follow each other: on a CPU so small that what one
+    leaves is still in the cache of a core for the next, elsewhere one.
+    """
+    few = max(1, HOST_CACHE // max(1, rows.shape[1]))
+    step = few if rows.device.type == "cpu" else max(1, len(rows))
+    return (slice(at, at + step) for at in range(0, len(rows), step))
 
 
 def collective_timeout(seconds: float) -> timedelta:

@@ -30,6 +30,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +41,8 @@ from rft.ground.device import thread_environment, turns_not_inherited
 from rft.ground.surroundings import foreign
 
 log = logging.getLogger(__name__)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
+NAME_BYTES = 15  # that the kernel keeps of a thread's name
 # a killed process is gone at once, unless the kernel still writes its memory somewhere
 KILL_WAIT_S = 5.0
 CLOSE_TIMEOUT_S = 10.0  # for killed processes to be gone
@@ -175,7 +177,17 @@ def die_with_parent(parent: int | None = None) -> bool:
     return parent is None or os.getppid() == parent
 
 
-def _prctl(option: int, value: int) -> None:
+class NamedThread(threading.Thread):
+    """A thread whose name the kernel knows too, so that its processor time, in /proc as in `top -H`
+    and `perf`, says what it is for.
+    """
+
+    def run(self) -> None:
+        _prctl(PR_SET_NAME, self.name.encode()[:NAME_BYTES])
+        super().run()
+
+
+def _prctl(option: int, value: int | bytes) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value)
 

@@ -34,6 +34,7 @@ from rft.megatron.mesh import Mesh
 from rft.megatron.network import Micro, Network
 from rft.megatron.optimizer import Optimizer
 from rft.megatron.totals import Totals
+from rft.monitor import trace
 
 if TYPE_CHECKING:
     from rft.algorithm.fields import TokenLoss
@@ -76,7 +77,9 @@ class Learner(Network):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(part, partial(self._loss, totals), forward_only=False)
-        return totals.reduce(self.mesh) | {"grad_norm": self.optimizer.norm()}
+        with trace.span("optimizer"):
+            norm = self.optimizer.norm()
+        return totals.reduce(self.mesh) | {"grad_norm": norm}
 
     def give_back(self) -> None:
         """Let another process have the memory of the gradients, which hold nothing between two
@@ -101,7 +104,8 @@ class Learner(Network):
         One that is not `finite` leaves weights and moments as they are and reports skipped=1.
         """
         if finite:
-            self.optimizer.update(self.step, metrics["grad_norm"])
+            with trace.span("optimizer"):
+                self.optimizer.update(self.step, metrics["grad_norm"])
         report = metrics | {"lr": self.optimizer.rate(self.step), "skipped": float(not finite)}
         self.step += last
         return report
@@ -134,6 +138,15 @@ class Learner(Network):
         return state.encode(
             {"step": self.step, "updates": self.optimizer.updates, "adapter": self._adapter}
         )
+
+    def vitals(self) -> dict[str, Any]:
+        """Counters and a digest of the weights of this rank, taken from the model itself."""
+        return {
+            "layout": [self.mesh.layout(), str(self.dtype)],
+            "step": self.step,
+            "updates": self.optimizer.updates,
+            "weights": state.digest(self._shards, self.model),
+        }
 
     @property
     def _adapter(self) -> list[float] | None:

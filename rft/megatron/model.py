@@ -41,6 +41,7 @@ from rft.megatron.attention import (
     Packing,
     plan,
 )
+from rft.megatron.elementwise import gated, root_mean_square
 from rft.megatron.kernels import WGRAD, fused, uses_transformer_engine
 from rft.megatron.lora_layers import add_adapters, submodules
 from rft.megatron.mesh import Mesh
@@ -62,10 +63,17 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        normed = nn.functional.rms_norm(x.float(), (x.shape[-1],), None, self.eps)
-        return self.weight * normed.to(x.dtype)
+        return root_mean_square(x, self.weight, self.eps)
+
+
+class Gated(nn.Module):
+    """The activation of a gated MLP, where megatron asks its specification for one."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+
+    def forward(self, both: Tensor) -> Tensor:
+        return gated(both)
 
 
 class WholeLinear(nn.Module):
@@ -233,6 +241,8 @@ def transformer_config(
     )
     if uses_transformer_engine(mesh.device):
         fields |= fused(experts=bool(dims.experts))
+    elif not dims.experts and not more.get("bias_activation_fusion"):
+        fields["use_te_activation_func"] = True  # that of the specification: `Gated`
     if "biases" in dims.features:
         fields |= {"add_bias_linear": True, "activation_func": quick_gelu, "glu_linear_offset": 1.0}
         fields["activation_func_clamp_value"] = float(hf.get("swiglu_limit") or 7.0)
@@ -347,6 +357,8 @@ def _own_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
         normalization="RMSNorm",
     )
     parts = layer.submodules
+    if config.use_te_activation_func:
+        parts.mlp.submodules.activation_func = Gated
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention

@@ -33,6 +33,7 @@ from rft.megatron import model as models
 from rft.megatron.logprobs import label_logprobs
 from rft.megatron.lora_layers import freeze_all_but_adapters
 from rft.megatron.mesh import Mesh
+from rft.monitor import trace
 
 
 @dataclass(frozen=True)
@@ -158,12 +159,19 @@ class Network:
         """Megatron's schedule over the microbatches; `use(micro,
         hidden)` is called on the last stage.
         """
-        micros = self._micros(part)
+        with trace.span("lay out"):
+            micros = self._micros(part)
 
         def forward(data: Iterator[Micro], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(data)
-            output = model(micro.tokens, micro.positions, None, packed_seq_params=micro.packing)
-            return output, lambda hidden, non_loss_data=False: use(micro, hidden)
+
+            def used(hidden: Tensor, non_loss_data: bool = False) -> Any:
+                with trace.span("forward"):
+                    return use(micro, hidden)
+
+            with trace.span("forward"):
+                output = model(micro.tokens, micro.positions, None, packed_seq_params=micro.packing)
+            return output, used
 
         return get_forward_backward_func()(
             forward_step_func=forward,

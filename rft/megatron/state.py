@@ -12,6 +12,7 @@ Nothing is gathered: a rank's range of the distributed optimizer is `flat` withi
 """
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ from rft.ground.protocols import Piece
 from rft.megatron.mesh import Mesh
 from rft.megatron.optimizer import Optimizer
 from rft.megatron.weights import Shard
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
@@ -120,6 +123,33 @@ def _cpu_bytes(state: torch.Tensor) -> bytes:
 
 def _byte_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def digest(shards: list[Shard], model: Iterable[torch.nn.Module]) -> int:
+    """Of every weight that is trained, without padding, and every buffer that its module would
+    save, by its bits: equal weights have equal ones. What counts routed tokens is no weight.
+    """
+    cuts = [
+        _cut(shard.parameter.detach(), segment)
+        for shard in shards
+        if shard.parameter.requires_grad
+        for segment in shard.segments
+    ]
+    for part in model:
+        saved = part.state_dict(keep_vars=True)
+        cuts += [
+            buffer
+            for name, buffer in part.named_buffers()
+            if name in saved and not name.endswith("tokens_per_expert")
+        ]
+    if not cuts:
+        return 0
+    sums = [
+        cut.contiguous().reshape(-1).view(BITS[cut.element_size()]).sum(dtype=torch.int64)
+        for cut in cuts
+    ]
+    found = torch.stack(sums).tolist()  # one wait for the device
+    return sum((2 * at + 1) * one for at, one in enumerate(found)) % 2**62
 
 
 def encode(state: dict[str, Any]) -> bytes:

@@ -9,7 +9,8 @@ In: names and small arguments, from any thread of any process of the run. Out:
 that it starts. Invariants: an event is one append, so a process that is killed leaves all that it
 did, and what it was doing; a file never grows over LIMIT_BYTES, and the one before it is kept;
 where recording is off a span costs nothing; what cannot be written is counted (`left_out`), and
-nobody who records hears of it.
+nobody who records hears of it. Of a span's thread both ends also tell the processor time ("tts", in
+microseconds, as the format has it), so that what waits can be told from what computes.
 """
 
 import contextlib
@@ -147,11 +148,11 @@ def span(name: str, **args: Any) -> Iterator[None]:
     if recorder is None:
         yield
         return
-    recorder.event("B", name, args)
+    recorder.event("B", name, args, _thread_time())
     try:
         yield
     finally:
-        recorder.event("E", name)
+        recorder.event("E", name, more=_thread_time())
 
 
 @contextlib.contextmanager
@@ -167,6 +168,10 @@ def overlapping(name: str, **args: Any) -> Iterator[None]:
         yield
     finally:
         recorder.event("e", name, None, known)
+
+
+def _thread_time() -> str:
+    return f',"tts":{time.thread_time_ns() / 1000:.1f}'
 
 
 def instant(name: str, **args: Any) -> None:

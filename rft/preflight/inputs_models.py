@@ -418,7 +418,8 @@ PLACES = (  # tried at a start only
         _fits,
         reads="algorithm trainer.recompute_granularity trainer.ppo_mini_batch_size "
         "buffer.batch_size buffer.train_batch_size model.max_model_len "
-        "synchronizer.lora_sync synchronizer.sync synchronizer.bucket_bytes",
+        "synchronizer.lora_sync synchronizer.sync synchronizer.bucket_bytes "
+        "trainer.checkpoint.versions",
     ),
 )
 MEMORY_AND_CARDS = (

@@ -145,6 +145,8 @@ class RolloutEngine(EngineWeights):
         self.llm = self._started()
         await self.llm.update_weight_version(str(version))
         await self.open_workers()
+        if self.device_kind == "cpu" and trace.environment():
+            await self.llm.collective_rpc("rft_count_time")
         self._version = version
         self._watch_processes()
         config = self.llm.model_config

@@ -2,7 +2,8 @@
 
 In: evaluation tasksets and the version that the engines serve. Out: one `EvalResult` per set.
 Invariant: every task of a set counts: one that fails for good is wrong, and a set of which all fail
-is no result but `AllTasksFail`.
+is no result but `AllTasksFail`. Beside tasks of training an evaluation takes a small part of the
+engines only, so that steps take no longer for it, and as much as there is as soon as it is alone.
 
 With `repeat_times` n above 1 a set also has, for reward and each of its parts, `mean@n`, `std@n`,
 and for k = 2, 4, ..., n what the best and the worst of k answers are expected to be (`best@k`,
@@ -26,6 +27,8 @@ from rft.rollout.runner import AllTasksFail, Runner, one_line
 log = logging.getLogger(__name__)
 SAMPLES = 8  # rollouts of each evaluation kept for reading
 AT_ONCE = 256  # tasks per engine
+# beside training: of the responses that it has under way, so many evaluated tasks, and the least
+BESIDE, LEAST = 1 / 8, 8
 BOOTSTRAP, BOOTSTRAP_SEED = 1000, 42
 RIGHT = 1  # a response with this reward, or more, is right
 
@@ -42,10 +45,13 @@ class Evaluator:
     async def _evaluate(self, taskset: Taskset, version: int) -> EvalResult:
         taskset.seek({"epoch": 0, "index": 0})
         tasks = list(taskset)
-        limit = self.runner.shared.pool.slots(AT_ONCE)
+        pool = self.runner.shared.pool
+        limit = pool.slots(self._at_once())
 
         async def run(number: int, task: Task) -> list[Experience] | Exception:
             async with limit:
+                limit.each = self._at_once()
+                limit.resize(len(pool.open()))
                 try:
                     return await self.runner.run(-1 - number, task)
                 except EngineUnavailable:
@@ -69,6 +75,12 @@ class Evaluator:
             if not isinstance(outcome, Exception)
         ]
         return summarise(taskset.name, version, len(tasks), done, self.runner.shared.tokenizer)
+
+    def _at_once(self) -> int:
+        """Tasks of one engine, now."""
+        others = sum(one.task.repeat_times for one in self.runner.under_way if one.group >= 0)
+        engines = max(1, len(self.runner.shared.pool.open()))
+        return max(LEAST, int(BESIDE * others / engines)) if others else AT_ONCE
 
 
 def summarise(

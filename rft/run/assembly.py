@@ -33,6 +33,7 @@ from rft.sync.style import Cadence
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 from rft.trainer import control
 from rft.trainer.feed import BatchSource, Feed, is_supervised
+from rft.trainer.gates import Gates
 from rft.trainer.models import Models
 from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter
 from rft.trainer.saving import save_times
@@ -75,7 +76,10 @@ def assemble(
         backend.job / "failed_batches", config.trainer.max_skipped_steps, lead, mesh.barrier
     )
     with trace.span("resume"):
-        step, losses = resume(checkpoints, models, feed, skips, epoch)
+        gates = gates_of(config)
+        step, losses = resume(
+            checkpoints, models, feed, skips, epoch, partial(compare, gates, mesh, models)
+        )
     checkpoints.start(models)
     control.await_engines(explorer, hold=True)
     publisher.connect()
@@ -107,8 +111,15 @@ def assemble(
         stopping=stopping,
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
         recent_losses=losses,
+        gates=gates,
     )
     return Assembled(trainer, step, reporter)
+
+
+def gates_of(config: Config) -> Gates:
+    dtypes = {config.trainer.dtype, config.explorer.rollout_model.dtype}
+    stop = config.trainer.on_drift == "stop"
+    return Gates(config.trainer.drift, stop, is_fp32=dtypes == {"fp32"})
 
 
 def speculation_check(
@@ -207,18 +218,33 @@ def phase_file(log_dir: Path, number: int) -> Callable[[str], None]:
 
 
 def resume(
-    checkpoints: "Saves", models: Models, feed: Feed, skips: SkippedSteps, epoch: int
+    checkpoints: "Saves",
+    models: Models,
+    feed: Feed,
+    skips: SkippedSteps,
+    epoch: int,
+    compared: Callable[[dict[str, Any]], None] = unheard,
 ) -> tuple[int, deque[float]]:
     """Restore the newest good checkpoint on every rank and tell the buffer; returns the policy
-    version and the losses of the steps before it.
+    version and the losses of the steps before it. `compared`: with the loop state that was saved.
     """
     loop = checkpoints.load(models) or {"step": 0}
+    compared(loop)
     step = int(loop["step"])
     skips.restore(loop.get("skips", [0, 0]))
     if isinstance(feed.source, control.QueueSource):
         feed.source.attach(step, epoch)
     losses = [loss for loss in loop.get("recent_losses", []) if loss is not None]
     return step, deque(losses, maxlen=LOSS_WINDOW)
+
+
+def compare(gates: Gates, mesh: TrainerMesh, models: Models, loop: dict[str, Any]) -> None:
+    """What every rank holds after reading a checkpoint with what the save saw. Collective; raises
+    Drifted on every rank.
+    """
+    gates.resumed(loop.get("vitals"), mesh.gather(models.vitals()))
+    gates.tripped = mesh.broadcast(gates.tripped)
+    gates.refuse()
 
 
 # --- where batches come from ---------------------------------------------------------------------

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rft.ground.experience import Record, encode
-from rft.ground.process import HEADER, accepted, frame, one_message
+from rft.ground.process import HEADER, NamedThread, accepted, frame, one_message
 
 log = logging.getLogger(__name__)
 # bytes handed to the kernel at a time; what was just moved is still in the cache when it is hashed
@@ -204,7 +204,7 @@ class Listener:
         for listener in (tcp, unix, asleep):
             listener.setblocking(False)  # whoever came may be gone before it is accepted
             self._selector.register(listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(
+        self._thread = NamedThread(
             target=self._listen, args=(asleep,), name="weights-listener", daemon=True
         )
         self._thread.start()
@@ -238,7 +238,7 @@ class Listener:
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes and closes it
             self._strangers[connection] = None
         try:
-            threading.Thread(
+            NamedThread(
                 target=self._handshake, args=(connection,), name="weights-out", daemon=True
             ).start()
         except RuntimeError as error:  # this machine has no more threads now

@@ -20,7 +20,6 @@ import itertools
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -51,6 +50,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from rft.ground import device as devices
 from rft.ground.experience import decode
 from rft.ground.families import SUPPORTED
+from rft.ground.process import NamedThread
 from rft.ground.rounds import (
     BROKEN,
     CHECKPOINT,
@@ -183,7 +183,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         connection.connect(path)
         orders = PeerConnection(connection, "the engine's actor", CHANNEL_S, limit=CHANNEL_BYTES)
         orders.send_record(Hello(word=word))
-        threading.Thread(target=self._follow, args=(orders,), name="stage", daemon=True).start()
+        NamedThread(target=self._follow, args=(orders,), name="stage", daemon=True).start()
 
     def _follow(self, orders: PeerConnection) -> None:
         enter_thread(self.device)

@@ -24,6 +24,7 @@ from rft.checkpoint.records import Committed, Report, SaveFailed
 from rft.checkpoint.storage import WEIGHTS, Storage
 from rft.config import SynchronizerConfig
 from rft.ground.experience import Record
+from rft.ground.process import NamedThread
 from rft.ground.protocols import Block, Collective, WeightSource
 from rft.ground.rounds import CHECKPOINT, MEMORY, InSave
 from rft.ground.streams import Beside, enter_thread
@@ -272,7 +273,7 @@ class DepositThread:
         self._device = device
         self._failure: Exception | None = None
         self._work = work
-        self._thread = threading.Thread(target=self._run, name="leave-weights", daemon=True)
+        self._thread = NamedThread(target=self._run, name="leave-weights", daemon=True)
         self._thread.start()
 
     def wait(self, timeout: float) -> None:

@@ -28,6 +28,7 @@ import torch
 
 from rft.ground import device as devices
 from rft.ground.delta import Changes, read
+from rft.ground.process import NamedThread
 from rft.ground.rounds import GroupSeat, Round, TrainerInfo
 from rft.ground.streams import Beside, enter_thread, settle
 from rft.sync import plan as plans
@@ -246,7 +247,7 @@ class Receiver:
         staging.begin()
         names = [wire.name for wire in self._wires]  # `close` may drop them meanwhile
         threads = [
-            threading.Thread(
+            NamedThread(
                 target=self._receive,
                 args=(version, index, staging, inbox, base),
                 name=f"stream-{index}",
@@ -257,9 +258,7 @@ class Receiver:
         if self.make_link is not None and self._seat() is not None:
             names = [f"trainer rank {part.stream.rank}" for part in self._parts]
             arguments = (version, staging, inbox)
-            threads = [
-                threading.Thread(target=self._pass, args=arguments, name="group", daemon=True)
-            ]
+            threads = [NamedThread(target=self._pass, args=arguments, name="group", daemon=True)]
         for thread in threads:
             thread.start()
         for number in range(sum(len(part.stream.buckets) for part in self._parts)):

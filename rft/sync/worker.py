@@ -46,6 +46,12 @@ class WorkerExtension:
         """
         self.weight_transfer_engine.listen(path, word)  # type: ignore[attr-defined]
 
+    def rft_count_time(self) -> None:
+        """From now on the timeline tells what model and sampler take."""
+        from rft.sync.decoding_time import DecodingTime
+
+        DecodingTime(self.model_runner)  # type: ignore[attr-defined]
+
     def rft_relay(self, cluster: str | None) -> bytes:
         """Be there for workers of other engines of the run in this Ray, None: in one of its own;
         returns a `WorkerOffer`.

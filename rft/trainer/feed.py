@@ -10,6 +10,8 @@ calls `next` once per step, in step order.
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from rft.algorithm import ALGORITHMS, credit, mixing, recipe, token_credit
 from rft.algorithm.strategies import SAMPLE_STRATEGIES
 from rft.config import AlgorithmConfig, Config
@@ -95,6 +97,8 @@ class Feed:
                 rows = [replace(row, group=at // 2) for at, row in enumerate(rows)]
             parts, updates = planned(rows, self.rule, step, self.packing, mode, self.longest)
             metrics |= shared_of(parts, self.cost)
+            trained = sum(int(np.count_nonzero(row.weight)) for row in rows)
+            metrics["sample/trained_tokens"] = float(trained * self.rule.epochs)
             told = metrics, groups, [(update.bins, update.weights) for update in updates]
         told = self.ranks.broadcast(told)
         if told is None:
@@ -154,6 +158,8 @@ class Feed:
             penalised=token_credit.is_penalised(algorithm),
         )
         rows = credit.rows(judged, str(algorithm.loss_agg_mode), self.longest)
+        failed = sum(experience.failed for experience in judged.experiences)
+        metrics |= {"drift/failed_trained": float(failed)}
         return (metrics | dropped | judged.metrics, judged.groups), rows
 
     def _fresh(self, batch: Batch) -> tuple[list[Experience], dict[str, float]]:

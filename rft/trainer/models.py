@@ -16,12 +16,12 @@ before each update); nothing per token leaves the rank that computed it: only su
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from rft.algorithm import pairs, recipe, token_credit
+from rft.algorithm import outliers, pairs, recipe, token_credit
 from rft.algorithm.losses import clipped_value
 from rft.algorithm.ratios import Coefficient
 from rft.config import AlgorithmConfig
@@ -41,7 +41,7 @@ EVERY_STEP = ("loss", "num_tokens", "grad_norm", "lr", "skipped")
 
 
 # of these also the first and the last update's: in the first no policy has moved
-MOVED = ("clip_frac", "kl/old")
+MOVED = ("clip_frac", "kl/old", "drift/token_mult_prob_error")
 SUMMED = ("num_tokens",)
 
 
@@ -139,11 +139,22 @@ class Models:
     def score(
         self, part: list[Packed], groups: Sequence[int] = ()
     ) -> tuple[list[Packed], dict[str, float]]:
-        """`part` with what the models say of it before the step, and with advantages where they
-        need that.
+        """`part` with what the models say of it before the step, with advantages where they need
+        that, and with the tokens that the step leaves out.
 
         `groups`: of every row of the step.
         """
+        part, metrics = self._credited(part, groups)
+        correction = self.algorithm.rollout_correction
+        if correction.rollout_rs != outliers.MASK:
+            return part, metrics
+        budget = recipe.outlier_budget(correction)
+        part, more = outliers.judged(part, budget, self._counts, self._summed)
+        return part, metrics | more
+
+    def _credited(
+        self, part: list[Packed], groups: Sequence[int]
+    ) -> tuple[list[Packed], dict[str, float]]:
         if recipe.needs_entropy(self.algorithm):
             logprobs, entropies = self.policy.uncertainty(part)
             part = self._scored(self._scored(part, "proximal", logprobs), "entropy", entropies)
@@ -243,6 +254,12 @@ class Models:
         self.kl.restore(small)
         if self.critic is not None:
             self.critic.restore(small)
+
+    def vitals(self) -> dict[str, Any]:
+        """What a resume must find again of this rank: see `rft.trainer.gates`."""
+        found = self.policy.vitals()
+        beside = {} if self.critic is None else self.critic.vitals()
+        return found | {f"critic {k}": v for k, v in beside.items() if k != "layout"}
 
     def give_back(self) -> None:
         """What no model needs of its device until the next step."""

@@ -32,6 +32,7 @@ from rft.sync.publisher import Publisher
 from rft.sync.style import Cadence
 from rft.trainer.control import Evaluations
 from rft.trainer.feed import Feed
+from rft.trainer.gates import Gates, lost_tokens
 from rft.trainer.reporting import Profiler, SkippedSteps
 from rft.trainer.saving import SaveTimes
 
@@ -67,6 +68,7 @@ class Trainer:
     export: Callable[[int], None]  # begins one at rank 0, in the background
     save_times: SaveTimes
     check: Callable[[int], None] | None = None  # of engines that speculate; refuses by raising
+    gates: Gates = field(default_factory=Gates)
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
     timer: Timer = field(default_factory=Timer)
     kept: int | None = None  # the last version that was given to be kept
@@ -110,7 +112,11 @@ class Trainer:
                 | self.publisher.pop()
                 | self._checkpoint_metrics(step)
             )
+            record |= lost_tokens(record)
+            record |= self.gates.after(step, record)
             self.log_step(step, record | self.timer.pop(), batch.experiences)
+            if self.gates.tripped:
+                break
             with self._doing("checkpoint"):
                 self._save(step, due=self.save_times.is_due(step))
             self._evaluate(step)
@@ -182,6 +188,7 @@ class Trainer:
             "run_epoch": self.run_epoch,
             "recent_losses": list(self.recent_losses),
             "skips": self.skips.state(),
+            "vitals": self.mesh.gather(self.models.vitals()),
         }
 
     def _is_done(self, step: int) -> bool:
@@ -201,7 +208,7 @@ class Trainer:
 
     def _finish(self, step: int) -> int:
         """The last version reaches the engines and the disk; a complete run ends with its
-        evaluation and export.
+        evaluation and export. Raises Drifted where a gate has ended it.
         """
         self.publisher.wait()
         if self.publisher.version != step:
@@ -209,7 +216,7 @@ class Trainer:
         self._enter("saving")
         self._save(step, due=True)
         self.publisher.wait()
-        self.complete = not self.mesh.broadcast(self.stopping())
+        self.complete = not self.mesh.broadcast(self.stopping()) and not self.gates.tripped
         if self.complete:
             self._enter("final evaluation")
             self.evaluations.at_end(step)
@@ -220,6 +227,7 @@ class Trainer:
             self.export(step)
         self._enter("waiting for the Hugging Face export")
         self.checkpoints.wait_exports()
+        self.gates.refuse()
         return step
 
     def _await_save(self, step: int) -> None:

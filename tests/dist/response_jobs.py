@@ -15,7 +15,14 @@ from torch import Tensor
 from rft.algorithm.fields import Fields
 from rft.algorithm.losses import token_loss
 from rft.algorithm.ratios import Correction
-from rft.config import AlgorithmConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rft.config import (
+    AlgorithmConfig,
+    MegatronConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutCorrectionConfig,
+    TrainerConfig,
+)
 from rft.data.packing import BY_TOKENS, PackingPolicy, Row
 from rft.megatron.mesh import Mesh
 from rft.megatron.network import Reference
@@ -65,6 +72,7 @@ LOSSES = {
     "corrected": token_loss(
         "ppo", {}, correction=Correction("sequence", 1.5, "geometric", 0.7, 1.4)
     ),
+    "outliers": token_loss("ppo", {}, correction=Correction("token", mask="second_moment")),
 }
 
 
@@ -77,10 +85,14 @@ def steps(path: str, cut: str = "tokens-packed", **layout: Any) -> dict[str, Any
         for name, loss in LOSSES.items():
             policy = policy_on(mesh, sizes, path)
             part = part_of(policy, rows(), cut=CUTS[cut])
-            if name == "corrected":
-                part = Models(
-                    policy, None, None, replace(ADVANTAGES["clipb"], advantage_fn="grpo")
-                ).score(part)[0]
+            if name in ("corrected", "outliers"):
+                mask = RolloutCorrectionConfig(
+                    rollout_rs="second_moment" if name == "outliers" else "none"
+                )
+                algorithm = replace(
+                    ADVANTAGES["clipb"], advantage_fn="grpo", rollout_correction=mask
+                )
+                part = Models(policy, None, None, algorithm).score(part)[0]
             metrics = policy.train_step(part, loss, lambda: None)
             found[name] = {"metrics": [metrics], "moments": pieces_of(policy, "exp_avg/")}
         policy = policy_on(mesh, sizes, path)

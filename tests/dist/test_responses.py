@@ -54,4 +54,5 @@ def test_what_is_compared_has_both_sides(alone: dict[str, Any]) -> None:
     said = {name: alone[name]["metrics"][0] for name in LOSSES}
     assert 0 < said["masked"]["sequence_masked_frac"] < 0.9 and 0 < said["gspo"]["clip_frac"] < 1
     assert 0 < said["corrected"]["importance/left_out_frac"] < 1
+    assert 0 < said["outliers"]["importance/left_out_frac"] < 1
     assert any(alone["clipb"]["values"].values()) and 0.0 in alone["clipb"]["values"].values()

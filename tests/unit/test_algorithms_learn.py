@@ -73,7 +73,7 @@ class Table:
             logprobs, entropy = self.said(packed)
             scores = {
                 n: torch.from_numpy(packed.scores[n])
-                for n in ("proximal", "reference", "value", "returns")
+                for n in ("proximal", "reference", "value", "returns", "kept")
                 if n in packed.scores
             }
             sequence = np.repeat(np.arange(len(packed.rows)), np.diff(packed.cu_seqlens))
@@ -187,6 +187,13 @@ def test_it_learns_the_game(name: str) -> None:
 MORE = {
     "clipb": {"advantage_fn": "clipb"},
     "corrected": {"rollout_correction": {"rollout_is": "token", "rollout_rs": "geometric"}},
+    "dppo_tv": {"policy_loss_fn": "dppo_tv"},
+    "dppo_kl": {"policy_loss_fn": "dppo_kl"},
+    "kpop": {"rollout_correction": {"rollout_is": "token", "rollout_rs": "binary_kl"}},
+    "m2po": {
+        "policy_loss_fn": "importance_sampling",
+        "rollout_correction": {"rollout_is": "token", "rollout_rs": "second_moment"},
+    },
     "masked": {"policy_loss_fn_args": {"enable_sequence_masking": True}},
     "penalised": {"algorithm_type": "rloo", "kl_penalty_fn": "k1"},
     "ring": {

@@ -487,6 +487,43 @@ def test_a_deterministic_run_gives_every_request_its_own_seed(
     assert seeds_of(None, monkeypatch, Sampling()) == [None] * 4
 
 
+def test_an_evaluation_takes_few_turns_beside_training_and_all_when_it_is_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running, most = 0, 0
+    held = asyncio.Event()
+
+    async def behaviour(task: Task) -> list[Experience]:
+        nonlocal running, most
+        if task.repeat_times > 1:  # of training: under way until it is let go
+            await held.wait()
+            return made()
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        if task.row == 20:
+            held.set()
+        running -= 1
+        return made()
+
+    async def scenario() -> tuple[int, int]:
+        nonlocal most
+        actor = explorer(behaviour, monkeypatch, count=200)
+        actor.prepared.set()
+        group = msgspec.structs.replace(tasks(1)[0], repeat_times=80)
+        training = asyncio.create_task(actor.runner.run(0, group))
+        await asyncio.sleep(0)
+        evaluating = asyncio.create_task(actor.evaluate(1))
+        await held.wait()
+        beside, most = most, 0
+        await training
+        await evaluating
+        return beside, most
+
+    beside, alone = asyncio.run(scenario())
+    assert beside == 10 and alone > 100
+
+
 def test_an_evaluation_tells_which_versions_it_was_really_of() -> None:
     spans = [VersionSpan(version=6, start=0, end=1), VersionSpan(version=7, start=1, end=2)]
     assert evaluation.versions_of(

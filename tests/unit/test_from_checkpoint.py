@@ -177,7 +177,7 @@ def test_the_one_before_serves_at_the_start_when_the_newest_is_bad(
 
 
 def test_a_medium_that_is_silent_for_too_long_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(root: str) -> list[Saved]:
+    def silent(root: str, version: int | None) -> list[Saved]:
         asked.append(root)
         raise OSError("no route to host")
 
@@ -197,7 +197,7 @@ def test_engines_that_take_too_long_are_not_mistaken_for_a_silent_medium(
 
     monkeypatch.setattr(stored_versions, "LOOK_S", 0.0)
     monkeypatch.setattr(
-        stored_versions, "find", lambda root: [Saved(1, 1, "weights/v_00000001", "seal")]
+        stored_versions, "find", lambda root, version: [Saved(1, 1, "weights/v_00000001", "seal")]
     )
     with pytest.raises(TimeoutError, match="engine_0 is staging"):
         asyncio.run(SavedVersions("s3://bucket", late, patience=100.0).follow())

@@ -72,6 +72,16 @@ def cispo(x: float, t: int, masks: bool = False) -> float:
     return 0.0 if is_out else -a * clip(r, 0.0, 1.28) * x
 
 
+def dppo(x: float, t: int, divergence: str, low: float, high: float, cap: float = 20.0) -> float:
+    a, p, q = ADVANTAGE[t], exp(NEW[t]), exp(OLD[t])
+    gap = abs(p - q)
+    if divergence == "kl":  # some of OLD are no log-probabilities: then the token is almost sure
+        sure = min(q, exp(-1e-6))
+        gap = sure * log(sure / p) + (1 - sure) * log((1 - sure) / (1 - p))
+    is_out = (p > q and gap > high) if a > 0 else (p < q and gap > low)
+    return 0.0 if is_out else -a * min(p / q, cap) * x
+
+
 def sapo(x: float, t: int) -> float:
     a, r = ADVANTAGE[t], exp(x - OLD[t])
     tau = 1.0 if a > 0 else 1.05
@@ -120,6 +130,18 @@ CASES = [
         "cispo",
         {"enable_mask": True, "mask_clip_range_low": 0.3, "mask_clip_range_high": 0.3},
         lambda x, t: cispo(x, t, True),
+    ),
+    ("dppo_tv", {}, lambda x, t: dppo(x, t, "tv", 0.2, 0.2)),
+    (
+        "dppo_tv",
+        {"delta_low": 0.05, "delta_high": 0.3, "ratio_cap": 1.2},
+        lambda x, t: dppo(x, t, "tv", 0.05, 0.3, 1.2),
+    ),
+    ("dppo_kl", {}, lambda x, t: dppo(x, t, "kl", 0.05, 0.05)),
+    (
+        "dppo_kl",
+        {"delta_low": 0.2, "delta_high": 0.01},
+        lambda x, t: dppo(x, t, "kl", 0.2, 0.01),
     ),
     ("sapo", {}, sapo),
     ("opmd", {"tau": 3.0}, lambda x, t: -ADVANTAGE[t] * x / 4),
@@ -185,7 +207,10 @@ def test_every_loss_has_a_case_here() -> None:
     assert {name for name, _, _ in CASES} == set(LOSSES) - elsewhere
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "topr", "importance_sampling"])
+@pytest.mark.parametrize(
+    "name",
+    ["ppo", "gspo", "cispo", "dppo_tv", "dppo_kl", "sapo", "topr", "importance_sampling"],
+)
 def test_on_policy_the_gradient_is_the_plain_one(name: str) -> None:
     """Where nothing has moved, d loss / d logprobs = -A; so for SAPO
     (W51) too, whose gate then is steepest.

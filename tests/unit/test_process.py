@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -445,3 +446,15 @@ threading.Thread(target=last).start()
     lines = ["threads are waited for", "the last that registers is the first, and nothing is lost"]
     assert (done.returncode, done.stdout.splitlines()) == (code, lines)
     assert ("KeyError" in done.stderr) == says.startswith("raise")
+
+
+def test_the_kernel_knows_a_named_thread_by_its_name() -> None:
+    told: list[str] = []
+
+    def look() -> None:
+        told.append(Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip())
+
+    thread = process.NamedThread(target=look, name="checkpoint-reports")
+    thread.start()
+    thread.join()
+    assert told == ["checkpoint-repo"]

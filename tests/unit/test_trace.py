@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rft.monitor import left_out, trace
+from rft.sync.decoding_time import DecodingTime
 from rft.tools import timeline
 
 KILLED = """
@@ -54,6 +58,17 @@ def test_spans_of_a_process_come_out_in_order_with_their_arguments(recording: Pa
     assert spans["train"][2] == {"step": 3} and spans["train"][3] and spans["inner"][3]
     assert spans["train"][0] <= spans["inner"][0] <= spans["inner"][1] <= spans["train"][1]
     assert ("i", "version 4") in names(recording)
+
+
+def test_a_span_tells_what_its_thread_computed(recording: Path) -> None:
+    trace.start("rank_0")
+    with trace.span("train"):
+        began = time.thread_time()
+        while time.thread_time() < began + 0.02:
+            pass
+    (track,) = timeline.load(recording)
+    ((begun, ended),) = track.pairs()
+    assert ended is not None and ended["tts"] - begun["tts"] >= 20_000
 
 
 def test_the_file_of_a_process_opens_in_a_viewer_although_its_array_is_open(
@@ -228,3 +243,31 @@ def test_a_directory_without_a_run_is_refused(
     (tmp_path / "logs" / "attempt_1").mkdir(parents=True)
     assert timeline.main([str(tmp_path)]) == 2
     assert "monitor.trace=false" in capsys.readouterr().err
+
+
+class Burns(torch.nn.Module):
+    """Computes for `seconds` of its thread, with what is inside it."""
+
+    def __init__(self, seconds: float, inner: torch.nn.Module | None = None):
+        super().__init__()
+        self.seconds, self.logits_processor = seconds, inner
+
+    def forward(self) -> None:
+        began = time.thread_time()
+        if self.logits_processor is not None:
+            self.logits_processor()
+        while time.thread_time() < began + self.seconds:
+            pass
+
+
+def test_an_engine_counts_what_its_model_and_its_sampler_compute(recording: Path) -> None:
+    """A part of the model that is called from within it counts once, called alone for itself."""
+    trace.start("engine_0_worker_0")
+    head = Burns(0.02)
+    model, sampler = Burns(0.05, head), Burns(0.01)
+    counts = DecodingTime(SimpleNamespace(get_model=lambda: model, sampler=sampler))
+    model(), sampler(), head()
+    assert 0.07 <= counts.seconds["model"] < 0.09 and counts.seconds["sampler"] >= 0.01
+    (track,) = timeline.load(recording)
+    told = {e["name"]: e["args"][e["name"]] for e in track.events if e["ph"] == "C"}
+    assert set(told) == {"model", "sampler"} and told["model"] == pytest.approx(0.05, abs=0.02)

@@ -15,6 +15,7 @@ from rft.monitor.logs import new_attempt
 from rft.sync.style import Cadence
 from rft.tools import timeline
 from rft.trainer.feed import StepInput
+from rft.trainer.gates import Gates
 from rft.trainer.reporting import Profiler, SkippedSteps
 from rft.trainer.saving import AGAIN_S, SaveTimes, save_times
 from rft.trainer.trainer import Trainer
@@ -39,8 +40,10 @@ class Parts:
         self.asked: list[int] = []
         self.unsaved: dict[int, bool] = {}
         note = self.note
-        self.mesh = SimpleNamespace(broadcast=lambda item: item)
-        self.models = SimpleNamespace(score=self.score, train_step=self.train_step)
+        self.mesh = SimpleNamespace(broadcast=lambda item: item, gather=lambda item: [item])
+        self.models = SimpleNamespace(
+            score=self.score, train_step=self.train_step, vitals=lambda: {"step": 0}
+        )
         self.feed = SimpleNamespace(
             next=lambda step, stopping: StepInput([], {}, []),
             consumed=lambda step: note(f"consumed {step}"),
@@ -122,7 +125,11 @@ class Parts:
 
 
 def trained(
-    parts: Parts, save_times: SaveTimes | None = None, versions: str = "none", **sync: Any
+    parts: Parts,
+    save_times: SaveTimes | None = None,
+    versions: str = "none",
+    gates: Gates | None = None,
+    **sync: Any,
 ) -> list[str]:
     """What the parts are asked for while the trainer makes STEPS steps."""
     config = TrainerConfig(total_steps=STEPS, save_hf_checkpoint=parts.exports)
@@ -146,6 +153,7 @@ def trained(
         export=lambda step: parts.note(f"export {step}"),
         save_times=save_times or SaveTimes(1, 0.0, share=lambda item: item),
         check=parts.check,
+        gates=gates or Gates(),
     )  # type: ignore[arg-type]
     assert trainer.fit(0) == STEPS
     return parts.events

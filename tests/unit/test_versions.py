@@ -2,6 +2,7 @@
 what is kept is read bit by bit as it was, and nothing else of a save suffers.
 """
 
+import asyncio
 import errno
 import os
 import signal
@@ -21,7 +22,7 @@ from rft.buffer.ledger import Ledger
 from rft.buffer.progress import Issued, Stored
 from rft.checkpoint import catalog, commit, records, sharding, versions
 from rft.checkpoint.catalog import Entry, expired
-from rft.checkpoint.reader import Checkpoint, Damaged
+from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
 from rft.checkpoint.records import (
     Begin,
     CheckpointSettings,
@@ -36,6 +37,8 @@ from rft.checkpoint.storage import VERSIONS, Disk, LocalStorage, open_storage
 from rft.checkpoint.versions import VersionKeeper
 from rft.checkpoint.writer import Writer
 from rft.ground.experience import Experience, VersionSpan, encode
+from rft.sync.readers import file_tensors
+from rft.sync.stored_versions import Saved, SavedVersions, find
 from rft.tools import ckpt
 
 WIDTHS = {"bfloat16": 2, "float32": 4, "uint8": 1}
@@ -240,6 +243,40 @@ def test_a_damaged_base_is_named_and_the_versions_before_it_are_good(tmp_path):
         ranks.read(ranks.kept[2])
 
 
+def test_a_changed_byte_anywhere_gives_the_right_bits_or_none(tmp_path):
+    """Of any file of a chain: what does not depend on it is read, nothing else is handed out."""
+    random, ranks = np.random.default_rng(0), Ranks(tmp_path / "checkpoints", 2, 40)
+    whole = np.frombuffer(random.bytes(80 * 64 * 2), "u2").copy().reshape(80, 64)
+    published = {}
+    for step in (1, 2, 3, 4):
+        whole[random.random(whole.shape) < 0.01] += 1
+        published[step] = whole.copy()
+        ranks.publish(step, np.split(whole, 2))
+        ranks.settle()
+    paths = ranks.kept
+    files = sorted(path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file())
+    files = [path for path in files if path.name != "LATEST"]
+    refused = 0
+    for _ in range(150):
+        file = files[random.integers(len(files))]
+        before = file.read_bytes()
+        data = bytearray(before)
+        at = int(random.integers(len(data)))
+        if random.random() < 0.2:
+            del data[at:]
+        else:
+            data[at] ^= 1 << int(random.integers(8))
+        file.write_bytes(data)
+        for step, path in paths.items():
+            try:
+                assert np.array_equal(ranks.read(path), published[step])
+                assert catalog.step_of(file.parent.name) > step, f"{file} is a part of {path}"
+            except (Damaged, Mismatch):
+                refused += 1
+        file.write_bytes(before)
+    assert refused > 150
+
+
 def test_what_is_kept_keeps_what_it_is_made_of():
     entries = [Entry("a", 1, 1, 9, id="a"), Entry("b", 1, 2, 1, id="b", base=(1, "a"))]
     entries += [Entry("c", 1, 3, 1, id="c", base=(2, "b")), Entry("d", 1, 4, 9, id="d")]
@@ -266,7 +303,7 @@ def weights() -> State:
 def bits(root: Path, path: str) -> torch.Tensor:
     with Checkpoint(open_storage(root), path) as saved:
         saved.verify()
-        assert list(saved.tensors) == ["model/w"]
+        assert all(key.startswith("model/") for key in saved.tensors)
         return torch.from_numpy(saved.whole("model/w").view("i2")).view(torch.bfloat16)
 
 
@@ -307,15 +344,22 @@ def test_an_agent_that_died_begins_with_a_full_version(tmp_path: Path) -> None:
     assert torch.equal(bits(root, paths[-1]), source.tensors["model/w"])
 
 
-def test_a_full_disk_costs_versions_and_nothing_else(memory_path: Path) -> None:
+@pytest.mark.parametrize("slots", [None, 0.0085], ids=["one-window", "windows"])
+def test_a_full_disk_costs_versions_and_nothing_else(
+    memory_path: Path, slots: float | None
+) -> None:
     """Versions leave room for a checkpoint, and begin again, in full, when there is some."""
     root, source = memory_path / "checkpoints", weights()
-    hand, config = Hand(memory_path / "hand"), trainer_config(versions="all")
+    hand = Hand(memory_path / "hand")
+    if slots:  # of one window each
+        source.tensors |= {f"model/{i}": torch.zeros(2**20, dtype=torch.float32) for i in (1, 2)}
+    config = trainer_config(versions="all", host_memory_gb=slots)
     heard: list[Report] = []
     with managed(root, source, config=config, agent=hand.command) as manager:
         save(manager, 1, source, version=True)
         manager.hear = heard.append
-        hand.set("free", 300 * 64 * 7)  # more than the checkpoint takes, and less than both
+        # more than a checkpoint takes, and less than it and a version
+        hand.set("free", sharding.extent(manager._plan.regions) + 1000)
         for step in (2, 3):
             source.fill(step)
             save(manager, step, source, version=True)
@@ -323,6 +367,7 @@ def test_a_full_disk_costs_versions_and_nothing_else(memory_path: Path) -> None:
         hand.clear("free")
         save(manager, 4, source, version=True)
         metrics = manager.metrics()
+        assert not manager._link._saves, "what was given up is not told to a later agent"
     hand.close()
     storage = open_storage(root)
     assert [catalog.step_of(path) for path in catalog.committed(storage)] == [1, 2, 3, 4]
@@ -415,3 +460,30 @@ def test_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ckpt.main(["verify", str(tmp_path)]) == 1
     assert capsys.readouterr().out.count("DAMAGED") == 3, "it, and what is made of it"
     assert catalog.weights_of(open_storage(root), 6) == "versions/v_00000006"
+
+
+def test_a_version_is_found_by_its_number_wherever_its_weights_are(tmp_path: Path) -> None:
+    """As serving and evaluating do: a patch, then what only engines' saves or checkpoints hold."""
+    root, source = tmp_path / "checkpoints", weights()
+    with managed(root, source, config=trainer_config(versions="all")) as manager:
+        for step in (1, 2, 3):
+            source.tensors["model/w"][step] *= 1.01
+            save(manager, step, source, full=step == 3, weights=True, version=step < 3)
+            if step == 2:
+                expected = source.tensors["model/w"].clone()
+    (tensors,) = (dict(file_tensors(f"{root}/{one.path}")) for one in find(str(root), 2))
+    assert list(tensors) == ["w"] and torch.equal(tensors["w"], expected)
+    assert [one.path for one in find(str(root), 1)] == ["versions/v_00000001"]
+    assert [one.path for one in find(str(root), 3)] == ["weights/v_00000003"]
+    open_storage(root).remove("weights/v_00000003")
+    assert [one.path for one in find(str(root), 3)] == ["step_00000003"]
+
+    published: list[Saved] = []
+
+    async def publish(saved: Saved) -> None:
+        published.append(saved)
+
+    assert asyncio.run(SavedVersions(str(root), publish, 1.0, version=2).first()) == 2
+    assert [one.path for one in published] == ["versions/v_00000002"]
+    with pytest.raises(RuntimeError, match="has no weights of version 9"):
+        asyncio.run(SavedVersions(str(root), publish, 1.0, version=9).first())

@@ -48,6 +48,7 @@ def benches(*names: str) -> Part:
     return Part([["-m", f"bench.{name}", "--quick"] for name in names])
 
 
+LOOP_SIZES = {"57": "57", "256": "256", "3x": "192:64"}  # tokens: a response, its prompt before it
 WAYS = ("sockets", "nccl")  # of weights in tests of whole engines: a CPU's own, and a stand-in
 PARTS = {
     "unit": tests("unit", options=("-n", "2", "--dist", "loadfile"), more=(*PAGES, *PACKAGE)),
@@ -90,6 +91,7 @@ PARTS = {
         more=(*PAGES, "mkdocs.yml"),
     ),
     "mutants": full("mutants"),
+    "drill": full("silent_faults"),
     "install": tests("verify/test_installed.py", "verify/test_init_runs.py", more=PACKAGE),
     "release": tests("verify/test_release.py", more=(*PACKAGE, "README.md")),
     "cluster": full("slurm", "ray_launch", "torchrun_nodes", "kubernetes"),
@@ -97,7 +99,11 @@ PARTS = {
     "bench-trainer": benches("packing", "logprobs", "train_step", "plan"),
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-versions": Part([["-m", "bench.versions"], ["-m", "bench.save_plan"]]),
-    "bench-loop": benches("weight_sync", "loop", "observe", "rollout"),
+    "bench-loop": benches("weight_sync", "observe", "rollout"),
+    **{
+        f"bench-loop-{name}": Part([["-m", "bench.loop", "--quick", "--sizes", size]])
+        for name, size in LOOP_SIZES.items()
+    },
     "bench-chaos": benches("chaos"),
     "bench-prefix-64": benches("prefix"),
     "bench-prefix-256": Part([["-m", "bench.prefix", "--only", "768", "256, 8", "agent"]]),

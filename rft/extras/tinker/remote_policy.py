@@ -100,6 +100,10 @@ class RemotePolicy:
             "Tinker service"
         )
 
+    def vitals(self) -> dict[str, Any]:
+        """The weights are the service's."""
+        return {"step": self.step}
+
     def open(self, step: int = 0, state: str | None = None) -> None:
         """Begin with a new adapter, or go on from saved weights and
         optimizer as they were at `step`.
