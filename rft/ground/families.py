@@ -203,6 +203,10 @@ def _refused(hf: dict[str, Any]) -> Iterator[str]:
         yield "experts, and no layer that has them"
     if "sigmoid" in features:
         yield from _router_refused(hf)
+    if "biases" in features and not {"beta_fast", "beta_slow"} <= rope.keys():
+        yield "no beta_fast and beta_slow of yarn, which vLLM wants in this family"
+    if "biases" in features and float(hf.get("rms_norm_eps", 1e-5)) != 1e-5:
+        yield f"rms_norm_eps={hf['rms_norm_eps']}: vLLM computes 1e-5 in this family"
     if "biases" in features and float(hf.get("swiglu_alpha", 1.702)) != 1.702:
         yield f"swiglu_alpha={hf['swiglu_alpha']}: Megatron computes 1.702"
     if hf.get("hidden_act", "silu") != "silu":

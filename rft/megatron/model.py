@@ -441,7 +441,9 @@ def _mark_shards(model: GPTModel, dims: Dims) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(SUFFIXES):  # they mark themselves
             continue
-        kind = bind(name, 0, features=dims.features).kind
+        bound = bind(name, 0, features=dims.features)
+        # an expert's bias is on one rank alone, like the expert
+        kind = "column" if bound.is_expert and bound.kind == "replicated" else bound.kind
         if kind == "replicated" and getattr(parameter, "tensor_model_parallel", False):
             parameter.tensor_model_parallel = False  # Transformer Engine marks all of its layers
         if kind != "replicated" and not hasattr(parameter, "partition_dim"):

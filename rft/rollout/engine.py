@@ -65,8 +65,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 GIB = 2**30
 # vLLM's own rotary kernel for a CPU turns the wrong numbers in latent attention (0.32: 0.01 to 0.7
-# nats off); with this it takes torch's
-RIGHT_ANGLES = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+# nats off), and its attention for processors with AMX is of bf16 alone: with these it takes torch's
+# rotation, and the attention that any processor has
+LATENT_ON_CPU = {
+    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+    "attention_backend": "CPU_MLA",
+}
 # Found by vLLM through its plugin entry point and by name; this package does not import rft.sync.
 WEIGHT_BACKEND, WORKER_EXTENSION = "rft", "rft.sync.worker.WorkerExtension"
 # The share that vLLM wants to see free as it starts, whatever its cache is told to be. A trainer on
@@ -210,7 +214,7 @@ class RolloutEngine(EngineWeights):
         if self.device_kind == "cpu":
             # explicit: vLLM skips its warm-up
             cache = {"kv_cache_memory_bytes": int(self.rollout.kv_cache_gb * GIB)}
-            return cache | (RIGHT_ANGLES if has_latent_attention(self.model.model_path) else {})
+            return cache | (LATENT_ON_CPU if has_latent_attention(self.model.model_path) else {})
         share = self.rollout.gpu_memory_utilization
         if not self.colocated:
             return {"gpu_memory_utilization": share}

@@ -131,6 +131,9 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.tied = tied_layers(model)
         self.experts = expert_methods(model) if device.type == "cpu" else []
         self.fused = reads_fused(vllm_config)
+        # parameters that vLLM fills past its reload, by module, and what came for them
+        self.sinks = modules_with_sinks(model)
+        self.came: dict[str, torch.Tensor] = {}
         self.together = has_all_experts(model) and not self.fused
 
     def state(self) -> WorkerState:
@@ -299,7 +302,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         first = next(tensors)  # a trainer that is gone already touches nothing
         tensors, chosen = itertools.chain([first], tensors), self.chosen
         if self.fused:
-            tensors = expert_by_expert(tensors)
+            tensors = expert_by_expert(self._without_sinks(tensors))
         if chosen is not None:
             tensors = ((name, tensor) for name, tensor in tensors if name in chosen.names)
         elif self._is_partial() and not self.layers.is_known and not self.fused:
@@ -310,7 +313,8 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             method.moe_kernel = None
         try:
             self.model.load_weights(tensors)
-            empty = [name for name in unfilled(self.model) if name not in self.tied]
+            here = {*self.tied, *self.came}
+            empty = [name for name in unfilled(self.model) if name not in here]
             if empty:
                 raise ValueError(f"the stream has no weights for {empty[:10]}")
             if chosen is not None:
@@ -319,6 +323,20 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             abort_reload(self.model)
             self._wait_for_copies()
             raise
+
+    def _without_sinks(
+        self, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Kept for when the reload is closed: until then vLLM has no memory for them, and its
+        loader, which copies to the parameter's data, would write nowhere.
+        """
+        self.came = {}
+        for name, tensor in tensors:
+            module = name.removesuffix(".sinks").replace(".self_attn", ".attn")
+            if module in self.sinks and name.endswith(".sinks"):
+                self.came[module] = tensor.clone()
+            else:
+                yield name, tensor
 
     def _is_partial(self) -> bool:
         """Some of the staged tensors are the model's already."""
@@ -330,6 +348,10 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         began = time.monotonic()
         finalize_layerwise_reload(self.model, self.model_config)
+        for name, tensor in self.came.items():
+            held = self.sinks[name].sinks.data
+            first = self.worker * len(held) % len(tensor)  # heads are cut by tensor parallelism
+            held.copy_(tensor[first : first + len(held)])
         # got no weights of its own, but keeps a packed copy of the shared ones on CPU
         for layer in self.tied.values():
             if self.chosen is None or shares(layer, self.chosen.layers):
@@ -416,6 +438,14 @@ def has_all_experts(model: torch.nn.Module) -> bool:
         layer.local_num_experts == layer.global_num_experts == layer.moe_config.num_logical_experts
         for layer in layers
     )
+
+
+def modules_with_sinks(model: torch.nn.Module) -> dict[str, Any]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if "sinks" in dict(module.named_parameters(recurse=False))
+    }
 
 
 def unfilled(model: torch.nn.Module) -> list[str]:

@@ -159,6 +159,7 @@ def _of_family(
         "scoring_func": "sigmoid",
     }
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0}
     return {
         "qwen3_moe": mixture,
         "gpt_oss": {
@@ -166,6 +167,7 @@ def _of_family(
             "num_experts_per_tok": experts_per_token,
             "intermediate_size": ffn // experts_per_token,
             "sliding_window": 16,
+            "rms_norm_eps": 1e-5,
             "rope_parameters": yarn | {"original_max_position_embeddings": 64},
         },
         "deepseek_v3": sigmoid | latent,

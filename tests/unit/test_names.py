@@ -329,6 +329,10 @@ GPT_OSS = HF | {
     **{"intermediate_size": 2880, "num_hidden_layers": 24, "vocab_size": 201088},
     **{"num_local_experts": 32, "num_experts_per_tok": 4, "attention_bias": True},
     **{"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+        **{"rope_theta": 150000, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
 }
 QWEN2_MOE = MIXTURE | {
     "architectures": ["Qwen2MoeForCausalLM"],
@@ -372,6 +376,8 @@ def test_published_models_have_as_many_parameters(
         (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4"}}, r"\(mxfp4\)"),
         (GPT_OSS, {"layer_types": ["chunked_attention"] * 24}, "sliding-window"),
         (GPT_OSS, {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
+        (GPT_OSS, {"rms_norm_eps": 1e-6}, "vLLM computes 1e-5"),
+        (GPT_OSS, {"rope_parameters": {"rope_type": "default"}}, "beta_fast and beta_slow"),
         (GLM_AIR, {"scoring_func": "softmax"}, "scoring_func=softmax"),
         (MISTRAL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (MISTRAL, {"rope_parameters": {"rope_type": "dynamic"}}, "longest sequence of a batch"),
