@@ -157,7 +157,7 @@ class Mesh:
         if sizes is None:
             dist.send(_buffer(data, len(data)), 0, group=self._control)
             return None
-        parts = [torch.zeros(int(size), dtype=torch.uint8) for size in sizes]
+        parts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
         for rank in range(1, self.world):
             dist.recv(parts[rank], rank, group=self._control)
         parts[0] = _buffer(data, len(data))

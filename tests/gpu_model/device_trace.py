@@ -103,6 +103,8 @@ def policy_of(path: str, ep: int) -> Any:
     weights.load_hf = lambda *args: None
     policy._seed = lambda seed: random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     Mesh._join = lambda self: None  # it has been
+    # nothing comes through fake groups: every rank says what this one does
+    Mesh.gather = lambda self, item: [item] * self.world if self.rank == 0 else None
     sizes = MegatronConfig(TP, PP, CP, True, None, ep, 1 if ep > 1 else None)
     mesh = Mesh(sizes, Device("cuda", 0, "fake", 1, True))
     trainer = TrainerConfig(megatron=sizes, dtype="bf16", grad_clip=1.0)
