@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
@@ -66,11 +67,8 @@ class Norm(nn.Module):
         return root_mean_square(x, self.weight, self.eps)
 
 
-class Gated(nn.Module):
+class Gated(MegatronModule):
     """The activation of a gated MLP, where megatron asks its specification for one."""
-
-    def __init__(self, config: TransformerConfig):
-        super().__init__()
 
     def forward(self, both: Tensor) -> Tensor:
         return gated(both)
@@ -358,7 +356,7 @@ def _own_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     )
     parts = layer.submodules
     if config.use_te_activation_func:
-        parts.mlp.submodules.activation_func = Gated
+        submodules(parts.mlp).activation_func = Gated
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
