@@ -148,6 +148,7 @@ def test_the_export_is_the_model_that_was_trained(whole: Whole) -> None:
     assert AutoTokenizer.from_pretrained(export).chat_template
 
 
+@pytest.mark.verify
 def test_every_version_is_kept_and_has_sampled_what_the_journal_says(whole: Whole) -> None:
     """The tokens of a version have, under its weights as they are exported, the log-probability
     that the engine gave them, and another one under those of the version before.
