@@ -175,6 +175,8 @@ class Trainer:
         self, step: int, full: bool, weights: bool = False, version: bool = False
     ) -> None:
         loop = self.loop_state(step)
+        if full:  # nobody resumes from the others
+            loop["vitals"] = self.mesh.gather(self.models.vitals())
         is_begun = self.checkpoints.save(
             step, self.models, loop, full=full, weights=weights, version=version
         )
@@ -188,7 +190,6 @@ class Trainer:
             "run_epoch": self.run_epoch,
             "recent_losses": list(self.recent_losses),
             "skips": self.skips.state(),
-            "vitals": self.mesh.gather(self.models.vitals()),
         }
 
     def _is_done(self, step: int) -> bool:
