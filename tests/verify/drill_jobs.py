@@ -28,6 +28,7 @@ from rft.ground import device as devices
 from rft.ground.experience import Batch, Experience, VersionSpan
 from rft.megatron import model as models
 from rft.megatron import network
+from rft.megatron import rope as rotary
 from rft.megatron.learner import Learner
 from rft.megatron.policy import Policy
 from rft.run import assembly
@@ -190,7 +191,7 @@ def wrong_rope_base() -> Any:
     def rope(original: Any, hf: dict[str, Any]) -> dict[str, Any]:
         return original(hf) | {"rope_theta": 2 * original(hf)["rope_theta"]}
 
-    return _patched(models, "rope_of", rope)
+    return _patched(rotary, "rope_of", rope)
 
 
 def shifted_mask() -> Any:
