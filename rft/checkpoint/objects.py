@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 OURS = re.compile(r"(step|v)_\d{8,}\.e\d+n\d+")
 SWEPT = "SWEPT"  # mark of a draft that is being removed
 NEVER = b"no checkpoint: it was removed before its manifest was put\n"  # in the manifest's place
+# what a record that somebody else has written may be
+NONSENSE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 PROBES = 2  # a sweep may take one away in the middle
 
 
@@ -157,9 +159,10 @@ class ObjectStorage:
             return sorted(names | self._told(path))
         if {QUARANTINED, SWEPT} & names or path in self._aside:
             return sorted(names - {MANIFEST})
-        is_ours = OURS.fullmatch(path.rpartition("/")[2])
-        if is_ours and MANIFEST not in names and self._receipts(path) is not None:
-            names.add(MANIFEST)
+        is_plain = MANIFEST in names and len(names) > 1
+        if not is_plain and OURS.fullmatch(path.rpartition("/")[2]):
+            names.discard(MANIFEST)
+            names |= set() if self._receipts(path) is None else {MANIFEST}
         return sorted(names)
 
     def _told(self, collection: str) -> set[str]:
@@ -167,7 +170,7 @@ class ObjectStorage:
         try:
             told = json.loads(self.get(f"{collection}/{LATEST}" if collection else LATEST))
             name = told["name"].rpartition("/")[2]
-        except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        except (FileNotFoundError, *NONSENSE):
             return set()
         return {LATEST, name} if OURS.fullmatch(name) else set()
 
@@ -266,7 +269,7 @@ class ObjectStorage:
             return sorted(map(str, manifest["receipts"]))
         except FileNotFoundError:
             return None
-        except (ValueError, LookupError, TypeError):
+        except NONSENSE:
             return []
 
     def _vouches(self, path: str) -> bool:

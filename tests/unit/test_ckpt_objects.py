@@ -18,7 +18,7 @@ from bench.faults.proxy import CALM, Network, Plan
 from rft.checkpoint import catalog, restore
 from rft.checkpoint.catalog import committed
 from rft.checkpoint.manager import CheckpointManager
-from rft.checkpoint.objects import ObjectStorage
+from rft.checkpoint.objects import NEVER, ObjectStorage
 from rft.checkpoint.reader import patiently
 from rft.checkpoint.records import QUARANTINED, encode_json
 from rft.checkpoint.storage import open_storage, read_at
@@ -343,8 +343,11 @@ def test_a_manifest_alone_is_swept_and_a_damaged_one_is_not(store: ObjectStorage
     """An agent may put one a moment after a sweep, and die before it looks."""
     store.put("step_00000001.e0001n0000/MANIFEST.json", b'{"receipts": {"r00000.json": ""}}')
     store.put("step_00000002.e0001n0001/MANIFEST.json", b"")
+    store.put("step_00000003.e0001n0002/MANIFEST.json", NEVER)  # of a removal, sent twice
+    store.put("LATEST", b"[" * 100_000)
+    assert committed(store)[-1] == "step_00000002.e0001n0001"
     restore.sweep(store)
-    assert store.list() == ["step_00000002.e0001n0001"]
+    assert store.list() == ["LATEST", "step_00000002.e0001n0001"]
 
 
 def test_only_our_drafts_without_manifest_are_swept(store: ObjectStorage) -> None:
