@@ -114,6 +114,7 @@ lint: $(CPU)/.installed
 bench: $(CPU)/.installed
 	$(RUN) -m bench.checkpoint --quick
 	$(RUN) -m bench.checkpoint_faults --quick
+	$(RUN) -m bench.store_faults --quick
 	$(RUN) -m bench.versions --steps 20
 	$(RUN) -m bench.save_plan
 	$(RUN) -m bench.packing --quick

@@ -119,12 +119,14 @@ class ObjectStorage:
         with medium(self._name(path)):
             try:
                 self._fs.pipe_file(self._at(path), data, mode="create")
-            except FileExistsError:
+            except OSError as error:
+                if not _is_there_already(error):
+                    raise
                 there = bytes(self._fs.cat_file(self._at(path)))
                 if there == NEVER != data:
                     raise FileNotFoundError(f"{self._name(path)}: its draft was removed") from None
                 if there != data:
-                    raise
+                    raise FileExistsError(f"{self._name(path)} is there already") from error
 
     def discard(self, path: str) -> None:
         """A delete is sent only where something is: one that a network repeats late, when the name
@@ -296,6 +298,13 @@ class ObjectStorage:
 
     def _name(self, path: str) -> str:
         return f"{self.where}/{path}"
+
+
+def _is_there_already(error: OSError) -> bool:
+    """radosgw refuses as it should, and does not say which condition it was."""
+    response = getattr(error.__cause__, "response", None) or {}
+    code = response.get("Error", {}).get("Code")
+    return isinstance(error, FileExistsError) or code in ("PreconditionFailed", "412")
 
 
 class ObjectSink:
