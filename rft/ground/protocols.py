@@ -176,6 +176,7 @@ class Checkpoints(Protocol):
     """
 
     requested: int | None
+    remembered: int | None
     needed: int  # the oldest version that data which may be trained is of
 
     @property
@@ -188,6 +189,7 @@ class Checkpoints(Protocol):
         full: bool = True,
         weights: bool = False,
         version: bool = False,
+        memory: bool = False,
     ) -> bool: ...
     def poll(self) -> list[Any]: ...
     def before_update(self) -> float: ...
