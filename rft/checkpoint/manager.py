@@ -130,6 +130,7 @@ class CheckpointManager:
         # step of the newest checkpoint that this process has loaded or seen committed
         self.newest: int | None = None
         self.requested: int | None = None  # step of the last save or load
+        self.read = (0, 0.0)  # bytes that were loaded from memory, and seconds
         self.scores: dict[int, float] = {}
         self.needed = 0  # the oldest version that an experience which may be trained is of
         # told by the link's thread, after everything else
@@ -172,6 +173,7 @@ class CheckpointManager:
             return None
         self.newest = found.on_disk
         self.requested = found.loop["step"] if found.is_on_disk else None
+        self.read = found.read
         if found.identity:
             self._states.resumed(found.identity, found.loop["step"])
         self.scores = restore.scores_of(found.loop)

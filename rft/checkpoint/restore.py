@@ -15,6 +15,7 @@ not give is tried again for PATIENCE_S, then the start is refused.
 
 import logging
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -117,6 +118,7 @@ class Restored:
     on_disk: int | None
     is_on_disk: bool
     identity: str = ""
+    read: tuple[int, float] = (0, 0.0)  # bytes that this rank took from memory, and seconds
 
 
 def load(
@@ -178,12 +180,14 @@ def _from_memory(
     whole = msgspec.convert(chosen, Whole)
     part = ReadReport(host=socket.gethostname())
     mine = memory.receipts(whole.id)
+    before, count = time.monotonic(), 0
     try:
         files = memory.files(whole.id)
         with Pieces(f"memory of step {whole.step}", mine, lambda one: files[one.rank]) as pieces:
-            _read_pieces(pieces, policy)
+            count = _read_pieces(pieces, policy)
     except (Damaged, Mismatch, OSError) as error:
         part.damage = str(error)
+    read = count, time.monotonic() - before
     is_same = whole.world == ranks.world and whole.about.get("layout") == layout
     own = [one.small | one.local for one in mine if one.rank == ranks.rank]
     if is_same and not own and not part.damage:
@@ -196,7 +200,7 @@ def _from_memory(
     _take_over(policy, own[0] if is_same else whole.small, where, ranks)
     if ranks.rank == 0:
         log.info("resumed from %s", where)
-    return Restored(whole.loop, whole.on_disk, whole.is_on_disk, whole.id)
+    return Restored(whole.loop, whole.on_disk, whole.is_on_disk, whole.id, read)
 
 
 def _heads(memory: Memory) -> list[Any]:
@@ -471,13 +475,14 @@ def _small(checkpoint: Checkpoint, ranks: "Collective", layout: Any) -> dict[str
     return mine.small | mine.local
 
 
-def _read_pieces(stored: Pieces, policy: Snapshotable) -> None:
-    """Fill this rank's tensors. Raises Mismatch, Damaged or StorageUnreachable."""
+def _read_pieces(stored: Pieces, policy: Snapshotable) -> int:
+    """Fill this rank's tensors; bytes of that. Raises Mismatch, Damaged or StorageUnreachable."""
     pieces = policy.snapshot().pieces
     claims = [claim_of(piece) for piece in pieces]
     stored.check(claims)
     for piece, claim in zip(pieces, claims, strict=True):
         _fill(piece, claim, stored)
+    return sum(claim.bytes for claim in claims)
 
 
 def _fill(piece: Piece, claim: Claim, stored: Pieces) -> None:

@@ -88,7 +88,8 @@ def assemble(
             checkpoints, models, feed, skips, epoch, partial(compare, gates, mesh, models)
         )
     source = "memory" if checkpoints.remembered is not None else "disk"
-    recovery.resumed(step, RunRecord(backend.job).last_step if lead else 0, source if step else "")
+    reached = RunRecord(backend.job).last_step if lead else 0
+    recovery.resumed(step, reached, source if step else "", checkpoints.read)
     checkpoints.start(models)
     control.await_engines(explorer, hold=True)
     publisher.connect()

@@ -47,7 +47,7 @@ def main(path: str) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     def start() -> None:
-        with recovery.RankWatch(log_dir):
+        with recovery.RankWatch(log_dir, int(config.trainer.num_ranks or 1)):
             run(config, "-m", "rft.run.rank", path)
 
     try:

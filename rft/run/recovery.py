@@ -36,10 +36,11 @@ MARKS = ("detect", "spawn", "groups", "build", "load", "begin", "first_step")
 
 
 class RankWatch:
-    """`with RankWatch(log_dir):` around what starts the ranks as children of this process."""
+    """Around what starts `count` ranks as children of this process."""
 
-    def __init__(self, log_dir: Path, peers_s: float = PEERS_S):
+    def __init__(self, log_dir: Path, count: int, peers_s: float = PEERS_S):
         self.log_dir = log_dir
+        self.count = count
         self.peers_s = peers_s
         self._died_at: float | None = None
         self._is_over = threading.Event()
@@ -62,7 +63,9 @@ class RankWatch:
     def _run(self) -> None:
         ends, is_killed = select.poll(), False
         while not self._is_over.is_set():
-            for child in psutil.Process().children():
+            # a look costs as much as there are processes on this machine
+            is_whole = len(self._ranks) >= self.count
+            for child in () if is_whole else psutil.Process().children():
                 if child.pid not in self._ranks:
                     with contextlib.suppress(ProcessLookupError):
                         self._ranks[child.pid] = os.pidfd_open(child.pid)
@@ -106,6 +109,7 @@ class Recovery:
     at: dict[str, float] = field(default_factory=dict)
     steps_again: int = 0
     source: str = ""
+    read: tuple[int, float] = (0, 0.0)
     _is_told: bool = False
 
     @classmethod
@@ -133,10 +137,14 @@ class Recovery:
         elif phase == "judging the step":
             self.mark("first_step")
 
-    def resumed(self, step: int, reached: int, source: str) -> None:
-        """`reached`: the last step that was told; `source`: of the state."""
+    def resumed(
+        self, step: int, reached: int, source: str, read: tuple[int, float] = (0, 0.0)
+    ) -> None:
+        """`reached`: the last step that was told; `source`: of the state; `read`: bytes that this
+        rank took from memory, and seconds, which are a part of the load.
+        """
         self.mark("load")
-        self.steps_again, self.source = max(0, reached - step), source
+        self.steps_again, self.source, self.read = max(0, reached - step), source, read
 
     def seconds(self) -> dict[str, float]:
         """Of each part, in order, since the one before; `total` up to the begin of the step."""
@@ -159,6 +167,7 @@ class Recovery:
         print(f"trainer: {self.told(seconds)}", flush=True)
         metrics = {f"recovery/{name}_s": value for name, value in seconds.items()}
         metrics["recovery/steps_again"] = float(self.steps_again)
+        metrics |= {"recovery/read_gb": self.read[0] / 1e9, "recovery/read_s": self.read[1]}
         trace.instant("recovered", **{name: round(value, 3) for name, value in metrics.items()})
         return metrics
 

@@ -16,7 +16,7 @@ HANGS = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pa
 
 
 def test_peers_of_a_rank_that_died_are_killed_when_they_hang(tmp_path: Path) -> None:
-    with RankWatch(tmp_path, peers_s=0.0):
+    with RankWatch(tmp_path, 2, peers_s=0.0):
         peer = subprocess.Popen([sys.executable, "-c", HANGS])
         dead = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
         assert peer.wait(PATIENCE) == -9
@@ -26,7 +26,7 @@ def test_peers_of_a_rank_that_died_are_killed_when_they_hang(tmp_path: Path) -> 
 
 
 def test_ranks_that_end_well_are_left_alone_and_nothing_is_noted(tmp_path: Path) -> None:
-    with RankWatch(tmp_path, peers_s=0.0):
+    with RankWatch(tmp_path, 2, peers_s=0.0):
         done = subprocess.Popen([sys.executable, "-c", ""])
         slow = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         assert done.wait(PATIENCE) == 0
@@ -47,7 +47,7 @@ def test_a_recovery_is_told_once_part_by_part(
     found.clock = lambda: float(next(ticks))
     found.mark("groups")
     found.mark("build")
-    found.resumed(step=4, reached=6, source="memory")
+    found.resumed(step=4, reached=6, source="memory", read=(5 * 10**8, 0.25))
     found.enter("wait_batch")
     assert found.pop() == {}  # the step is not over
     found.enter("judging the step")
@@ -62,6 +62,8 @@ def test_a_recovery_is_told_once_part_by_part(
         "recovery/first_step_s": 1.0,
         "recovery/total_s": 6.0,
         "recovery/steps_again": 2.0,
+        "recovery/read_gb": 0.5,
+        "recovery/read_s": 0.25,
     }
     assert "back from memory, 2 step(s) made again; seconds: detect 0.50" in capsys.readouterr().out
     assert found.pop() == {}
