@@ -5,8 +5,8 @@
 In: nothing; random weights of SmolLM2-135M's shapes, a supervised stage of two ranks with a thread
 each, as a user starts it, every step kept in memory (`trainer.memory_interval=1`), the disk far
 away. Now a rank is killed (SIGKILL), now both, each after a step that was drawn; the next kill
-comes when a step after the last was told. Out: a table of what the run itself has measured, and one last
-line of JSON. Bars:
+comes when a step after the last was told. Out: a table of what the run itself has measured, and one
+last line of JSON. Bars:
 
     detect     at most 1 s from the death to the launcher's knowing it
     begin      at most 3 s from the death to the begin of the first step, less `spawn` (process
