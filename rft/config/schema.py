@@ -295,6 +295,11 @@ class TrainerConfig(Section):
         "without save_interval, minutes between checkpoints, at a step's end; 0: only at the end. "
         "Off with deterministic=true",
     ] = 10.0
+    memory_interval: Annotated[
+        NonNegInt,
+        "steps between states that agents keep in memory alone, for ranks that come back; every "
+        "checkpoint is kept there too; 0: none is",
+    ] = 0
     save_strategy: Annotated[
         Literal["unrestricted", "single_node", "single_process", "single_thread"],
         "who writes at a time",

@@ -31,6 +31,7 @@ IDLE = {  # keys of a model on one's own machines, and why they mean nothing to 
     "trainer.dtype": THERE,
     "trainer.trainer_config": THERE,
     "trainer.checkpoint": THERE,
+    "trainer.memory_interval": THERE,
     "trainer.save_strategy": THERE,
     "trainer.profiler": THERE,
     "trainer.peak_tflops": THERE,
@@ -286,6 +287,13 @@ CHECKPOINT = (
         "trainer.checkpoint.keep_best={trainer.checkpoint.keep_best} needs "
         "trainer.checkpoint.best_metric, like eval/<taskset>/accuracy",
         reads="trainer.checkpoint.best_metric",
+    ),
+    Rule(
+        "trainer.memory_interval trainer.checkpoint.when_busy",
+        lambda c: c.trainer.memory_interval and c.trainer.checkpoint.when_busy == "newest_wins",
+        "trainer.memory_interval={trainer.memory_interval} with "
+        "trainer.checkpoint.when_busy=newest_wins: what is given up for a newer one would be gone "
+        "from memory too; set when_busy=wait or skip",
     ),
     Rule("trainer.checkpoint.storage", _storage),
     Rule(
