@@ -36,7 +36,7 @@ from rft.checkpoint.records import (
     SaveFailed,
     Window,
 )
-from rft.checkpoint.storage import Disk, LocalStorage
+from rft.checkpoint.storage import Disk, LocalStorage, Storage
 from rft.checkpoint.wire import Wire
 from rft.checkpoint.writer import Writer
 
@@ -85,6 +85,14 @@ class Job:
     swept: Callable[[], object] = lambda: None  # between taking the run epoch and the first agent
     watch: Callable[["Job"], None] = lambda job: None
     pids: dict[str, int] = field(default_factory=dict)
+
+    def storage(self, rank: int) -> Storage:
+        """What that rank's agent writes to."""
+        return LocalStorage(self.root, self.disks[rank])
+
+    def names(self) -> Storage:
+        """What the trainer takes names of drafts from."""
+        return LocalStorage(self.root, Disk())
 
     def run(self) -> Outcome:
         control = self.root / "control"
@@ -140,7 +148,7 @@ class Job:
         for descriptor in pipe:
             os.close(descriptor)
         fence.hold(fence.lock_path(Path(told.control), told.epoch, told.rank))
-        Agent(Wire.of_agent(keep), told, LocalStorage(self.root, self.disks[told.rank])).run()
+        Agent(Wire.of_agent(keep), told, self.storage(told.rank)).run()
 
     def _collect(self, news: int) -> Outcome:
         """Read until the trainer is gone, then wait for everybody."""
@@ -198,7 +206,6 @@ class Trainer:
     ):
         self.job, self.told, self.ends, self.say = job, told, ends, say
         self.wires = [Wire.of_trainer(end) for end in ends]
-        self.storage = LocalStorage(job.root, Disk())
         self.sent = 0
 
     def run(self, others: list[socket.socket], news: int) -> None:
@@ -206,6 +213,7 @@ class Trainer:
             end.close()
         os.close(news)
         self.job.board.set(TRAINER, os.getpid())
+        self.storage = self.job.names()
         self.living = selectors.DefaultSelector()
         for rank, end in enumerate(self.ends):
             self.living.register(end, selectors.EVENT_READ, rank)

@@ -148,15 +148,21 @@ def judge(
     """Problems after a crash: everything committed must be sound, and the newest, of step `least`
     or later, be what is loaded.
     """
-    found = []
     held = committed(root)
+    sound = [one for one in held if not one.why]
+    loaded = loader.load(root, sound[-1].cut.scale if sound else scale, sweep)
+    return compared(root, held, loaded, least), loaded
+
+
+def compared(root: Path, held: list[Held], loaded: Loaded, least: int) -> list[str]:
+    """The same of what was `held`, and `loaded`."""
+    found = []
     weights = committed(root / "weights")
     for one in held + weights:
         if one.why:
             found.append(f"WRONG {one.path.name} is committed with a flaw: {one.why}")
     sound = [one for one in held if not one.why]
     newest = sound[-1].cut if sound else None
-    loaded = loader.load(root, newest.scale if newest else scale, sweep)
     if newest is None or newest.step < least:
         found.append(
             f"LOST step {least}: the newest sound one is {newest}; "
@@ -168,4 +174,4 @@ def judge(
         found.append(
             f"LOST the loader took {loaded.cut}, there is {newest}: {loaded.error} {loaded.said}"
         )
-    return found, loaded
+    return found

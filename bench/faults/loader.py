@@ -40,7 +40,7 @@ class Loader:
 
     def load(
         self,
-        root: Path,
+        root: Path | str,
         scale: int = 1,
         sweep: bool = False,
         patience_s: float = restore.PATIENCE_S,

@@ -133,7 +133,7 @@ class Committer:
         gone = sorted(name for name in names if name.endswith(".abandoned"))
         if gone:
             raise CommitError(self.storage.get(f"{draft.output.draft}/{gone[0]}").decode())
-        if not names:
+        if not names and not self._has_own(draft):
             raise self._gone(draft.output.draft)
         if rank < LINE and all(receipt_name(r) in names for r in range(self.settings.world)):
             draft.complete_since = draft.complete_since or time.monotonic()
@@ -148,6 +148,14 @@ class Committer:
                 raise OSError(draft.cause)
         self._check_time(draft, names)
         return None
+
+    def _has_own(self, draft: PendingCommit) -> bool:
+        """Asked for by its name: an object store may list late."""
+        try:
+            self.storage.size(f"{draft.output.draft}/{receipt_name(self.settings.rank)}")
+        except FileNotFoundError:
+            return False
+        return True
 
     def _follows_another(self, draft: PendingCommit) -> bool:
         """Versions are committed in their order: one may be a patch of the one before."""
@@ -367,7 +375,7 @@ class Committer:
         elif self.settings.rank == min(len(ranks), LINE) - 1 and all(
             receipt_name(r) in names for r in ranks
         ):
-            self.storage.remove(place)
+            self.storage.remove_draft(place)
 
 
 def abandon(storage: Storage, output: Output, rank: int, why: str) -> None:
@@ -387,7 +395,7 @@ def clear(storage: Storage, output: Output, world: int) -> None:
     names = set(storage.list(output.draft))
     if all({receipt_name(rank), abandoned_name(rank)} & names for rank in range(world)):
         with contextlib.suppress(FileNotFoundError):  # another rank's agent was faster
-            storage.remove(output.draft)
+            storage.remove_draft(output.draft)
 
 
 def names_of(storage: Storage, collection: str, step: int, identity: str) -> tuple[str, str]:

@@ -21,6 +21,10 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 MANIFEST = "MANIFEST.json"
 QUARANTINED = "QUARANTINED"  # in an object store, which knows no rename: it is set aside
+WEIGHTS = "weights"  # collection of model-only saves, of which two stay
+VERSIONS = "versions"  # collection of every published version
+COLLECTIONS = ("", WEIGHTS, VERSIONS)  # "": checkpoints
+PROBE = ".probe-"  # prefix of what was put only to see what a store does
 LATEST = "LATEST"
 
 

@@ -35,7 +35,7 @@ from rft.checkpoint.reader import (
     StorageUnreachable,
     patiently,
 )
-from rft.checkpoint.records import LATEST, MANIFEST
+from rft.checkpoint.records import LATEST, MANIFEST, PROBE
 from rft.checkpoint.sharding import Claim, claim_of
 from rft.checkpoint.storage import COLLECTIONS, NotAFile, Storage, open_storage
 from rft.ground.names import ITEM_BYTES
@@ -77,14 +77,15 @@ def sweep(storage: Storage) -> None:
 
     Called by one rank, after the run epoch was taken.
     """
+    _remove(lambda where: storage.end_uploads(), f"an upload below {storage.where}")
     for collection in COLLECTIONS:
         told = catalog.hint(storage, collection)
         for path in storage.leftovers(collection):
             # in an object store a checkpoint that has lost its manifest looks like a draft
             if told is None or path != told.name:
-                _remove(storage.remove, path)
+                _remove(storage.remove_draft, path)
         for name in storage.list(collection):
-            if ".new-" in name:
+            if ".new-" in name or name.startswith(PROBE):
                 _remove(storage.discard, f"{collection}/{name}" if collection else name)
 
 

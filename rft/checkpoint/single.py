@@ -147,7 +147,7 @@ def _fill(
         writer.abort()
         # what went wrong is what counts, also when the draft was never made
         with contextlib.suppress(OSError):
-            storage.remove(output.draft)
+            storage.remove_draft(output.draft)
         raise
 
 

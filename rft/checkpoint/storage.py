@@ -23,14 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from rft.checkpoint.records import COLLECTIONS as COLLECTIONS
+from rft.checkpoint.records import VERSIONS as VERSIONS
+from rft.checkpoint.records import WEIGHTS as WEIGHTS
 from rft.checkpoint.records import final_name
 
 BLOCK = 4096  # bytes that every device takes as a unit
 RECORD_BYTES = 2**31  # of a manifest or a receipt, at most
 DIRECT_BYTES = 2**23  # below this the page cache is quicker
-WEIGHTS = "weights"  # collection of model-only saves, of which two stay
-VERSIONS = "versions"  # collection of every published version
-COLLECTIONS = ("", WEIGHTS, VERSIONS)  # "": checkpoints
 SCRATCH = ".trash-"  # prefix of directories that are being deleted
 
 
@@ -73,6 +73,8 @@ class Storage(Protocol):
     def leftovers(self, collection: str) -> Sequence[str]: ...
     def set_aside(self, path: str, prefix: str) -> str: ...
     def remove(self, path: str) -> None: ...
+    def remove_draft(self, path: str) -> None: ...
+    def end_uploads(self) -> None: ...
     def free_bytes(self) -> int | None: ...
 
 
@@ -270,6 +272,13 @@ class LocalStorage:
         if not path.rpartition("/")[2].startswith("."):
             path = self.set_aside(path, "trash")
         self.disk.remove_tree(self.root / path)
+
+    def remove_draft(self, path: str) -> None:
+        """By a rename first, as a commit: of the two, one finds the draft gone."""
+        self.remove(path)
+
+    def end_uploads(self) -> None:
+        """What is not complete is a draft here, like everything else."""
 
     def free_bytes(self) -> int | None:
         return self.disk.free_bytes(self.root)

@@ -169,6 +169,10 @@ class CheckpointConfig(Section):
     storage: Annotated[
         Str | None, "URL that fsspec knows, like s3://bucket/prefix; default: <job>/checkpoints"
     ] = None
+    unconditional_store: Annotated[
+        Literal["refuse", "accept"],
+        "one that ignores If-None-Match: refused at the start, or names alone keep saves apart",
+    ] = "refuse"
     staging: Annotated[
         Literal["lazy", "eager", "auto"],
         "lazy: beside the next step, eager: before it, auto: measured",

@@ -18,7 +18,15 @@ from typing import Any
 
 from rft.algorithm import recipe
 from rft.checkpoint.stager import slot_size
-from rft.config import AuxiliaryModelConfig, Config, ConfigError, get, is_remote, job_dir
+from rft.config import (
+    AuxiliaryModelConfig,
+    Config,
+    ConfigError,
+    checkpoint_root,
+    get,
+    is_remote,
+    job_dir,
+)
 from rft.config.layout import HELD, check_layout, lora_of, stored_bytes, sync_of
 from rft.ground import host_memory, hubs
 from rft.ground.adapters import Lora, adapter_names
@@ -372,6 +380,40 @@ def _ray(c: Config) -> None:
         ) from error
 
 
+def _objects(c: Config) -> None:
+    """Tried out as the first save would: rights, bucket, what the store promises of a put."""
+    storage = c.trainer.checkpoint.storage
+    if not storage or c.mode not in ("both", "train"):
+        return
+    from rft.checkpoint.objects import try_out  # with the driver
+
+    key = f"trainer.checkpoint.storage={storage}"
+    try:
+        is_conditional = try_out(checkpoint_root(c))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{key}: {error}; make the bucket, or correct its name and AWS_ENDPOINT_URL"
+        ) from error
+    except PermissionError as error:
+        raise ConfigError(
+            f"{key}: {error}; the credentials that are found here (AWS_PROFILE, AWS_ACCESS_KEY_ID "
+            "and AWS_SECRET_ACCESS_KEY, a role) must be allowed to get, put, list and delete below "
+            "it"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: {error}; give credentials (AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY), the address in AWS_ENDPOINT_URL where it is not AWS, and the "
+            "driver: pip install 'rft[s3]'"
+        ) from error
+    if not is_conditional and c.trainer.checkpoint.unconditional_store == "refuse":
+        raise ConfigError(
+            f"{key}: the store ignores If-None-Match (a second put under one name was taken), so "
+            "nothing keeps two runs apart that write to one place; choose another store, or set "
+            "trainer.checkpoint.unconditional_store=accept and see to that yourself"
+        )
+
+
 def _store(c: Config) -> Iterator[str]:
     """Ray would go on without room in shared memory, at a tenth of the speed."""
     needed = stored_bytes(c)
@@ -409,6 +451,12 @@ PLACES = (  # tried at a start only
     Rule("cluster.master_port", _master_port),
     Rule("explorer.proxy_port explorer.listen_address cluster.ray_address", _proxy_port),
     Rule("cluster.ray_address", _ray, late=True),
+    Rule(
+        "trainer.checkpoint.storage trainer.checkpoint.unconditional_store mode project name "
+        "stage_name",
+        _objects,
+        late=True,
+    ),
     Rule(
         "trainer.checkpoint.host_memory_gb trainer.num_ranks trainer.dtype trainer.megatron device "
         "mode cluster.node_num cluster.ray_address cluster.colocate explorer.rollout_model "

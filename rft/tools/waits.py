@@ -102,6 +102,9 @@ checkpoint/stager.py
 SlotPool.lease | a slot of staging memory | `staging_patience_s` | that save is given up
 SlotPool.is_free | a slot that was released just now | `RELEASE_S` | False: the caller's choice
 Stager._await | the copy from the device | twice `deadline_s` | the rank fails: its device hangs
+checkpoint/uploads.py
+Upload._again | a store that is away, beyond the client library's own tries | `PATIENCE_S`, asked \
+again every `AGAIN_S` | the save fails, what is up is ended
 checkpoint/wire.py
 Outbox._run | the next word to the agent | none: a thread of its own | -
 checkpoint/writer.py
