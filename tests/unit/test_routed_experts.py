@@ -7,13 +7,16 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 
 from rft.algorithm import credit
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExperienceBufferConfig
-from rft.data.packing import pack
+from rft.data.packing import pack, stack
+from rft.data.wire import decode_part, encode_part
 from rft.ground.experience import (
+    NO_EXPERT,
     Completion,
     Experience,
     RoutedExperts,
@@ -21,6 +24,7 @@ from rft.ground.experience import (
     Task,
     decode,
     encode,
+    route_dtype,
 )
 from rft.rollout.workflows import experience
 
@@ -67,14 +71,34 @@ def test_they_come_out_of_the_journal_as_they_went_in(tmp_path: Path) -> None:
     assert [e.routed_experts for e in found] == [routed(), None, routed("uint16")]
 
 
-def test_packing_goes_without_them() -> None:
-    def packed(routes: RoutedExperts | None) -> bytes:
-        (found,) = pack(
-            credit.rows(credit.judge([made(routes)], None, {}), "token-mean"), 1, 100, 1
-        )[0]
-        return found.tokens.tobytes() + found.behaviour.tobytes()
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_they_are_packed_beside_their_tokens_and_travel_to_the_ranks(dtype: str) -> None:
+    """Of two rows, one without: its tokens have none, nor has the last token, nor padding."""
+    given = [made(routed(dtype)), made(None)]
+    part = stack(credit.rows(credit.judge(given, None, {}), "token-mean"), 1, 100, 4)[0]
+    (found,) = [stacked.packed() for stacked in decode_part(encode_part(part))]
+    assert found.length == 20 and found.routes is not None and found.routes.dtype == dtype
+    start = found.cu_seqlens[found.rows.tolist().index(0)]
+    own = found.routes[start : start + PROMPT + RESPONSE - 1]
+    assert own.tobytes() == routed(dtype).data
+    others = np.delete(found.routes, np.arange(start, start + len(own)), axis=0)
+    assert len(others) == 12 and (others == NO_EXPERT[dtype]).all()
 
-    assert packed(routed()) == packed(None)
+
+def test_a_batch_without_any_is_packed_as_ever() -> None:
+    rows = credit.rows(credit.judge([made(None)], None, {}), "token-mean")
+    assert pack(rows, 1, 100, 1)[0][0].routes is None
+
+
+def test_more_than_there_are_tokens_of_are_refused() -> None:
+    with pytest.raises(ValueError, match="routes of 8 tokens, where there are 7"):
+        routed().array(PROMPT + RESPONSE - 2)
+
+
+def test_none_is_never_the_number_of_an_expert() -> None:
+    assert [route_dtype(experts) for experts in (8, 255, 256, 384)] == [
+        *("uint8", "uint8", "uint16", "uint16")
+    ]
 
 
 def test_records_written_before_there_was_such_a_field_still_decode() -> None:
