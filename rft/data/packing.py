@@ -574,6 +574,18 @@ def shared_of(parts: Iterable[Iterable[Stacked]], cost: Cost) -> dict[str, float
     }
 
 
+def free_tokens(rows: Iterable[Row]) -> dict[str, float]:
+    """A metric: so many tokens of a step have no route, and go where the trainer sends them."""
+    found = 0
+    for row in rows:
+        if row.routes is None:
+            found += len(row.tokens)
+        else:
+            none = NO_EXPERT[row.routes.dtype.name]
+            found += int((row.routes.reshape(len(row.routes), -1) == none).any(1).sum())
+    return {"routing/free_tokens": float(found)}
+
+
 def empty(length: int, scores: Iterable[str] = ()) -> Packed:
     """A microbatch of padding only, with scores of these names."""
     return _stacked([], [], length, scores).packed()

@@ -144,8 +144,27 @@ class RoutedExperts(Record, kw_only=True):
         return cls(layers=layers, top_k=top_k, dtype=kind, data=data)
 
     @property
+    def width(self) -> int:
+        """Bytes of a position."""
+        return self.layers * self.top_k * np.dtype(self.dtype).itemsize
+
+    @property
     def positions(self) -> int:
-        return len(self.data) // (self.layers * self.top_k * (2 if self.dtype == "uint16" else 1))
+        return len(self.data) // self.width
+
+    def first(self, positions: int) -> "RoutedExperts":
+        return msgspec.structs.replace(self, data=self.data[: positions * self.width])
+
+    @staticmethod
+    def joined(
+        before: "RoutedExperts | None", later: "RoutedExperts | None"
+    ) -> "RoutedExperts | None":
+        """Of two calls, the later one's prompt beginning with all tokens of the other: what a token
+        was sampled behind stays.
+        """
+        if before is None or later is None:
+            return before or later
+        return msgspec.structs.replace(before, data=before.data + later.data[len(before.data) :])
 
     def array(self, tokens: int) -> np.ndarray:
         """[tokens, layers, top_k] of `dtype`, `NO_EXPERT` behind the positions that it has. Raises

@@ -27,6 +27,7 @@ from rft.data.packing import Packed, empty, lengthened, multiple_of
 from rft.data.prefixes import Computed, computed_of
 from rft.ground.device import default_dtype, torch_dtype
 from rft.ground.errors import ConfigError
+from rft.ground.families import routing_of
 from rft.ground.names import Dims, read_hf_config
 from rft.megatron import kernels, overrides, replay, weights
 from rft.megatron import model as models
@@ -235,8 +236,7 @@ class Network:
         routes = packed.routes
         if routes is None or not self.replays:
             return None
-        layers = sum(self.dims.has_experts(layer) for layer in range(self.dims.layers))
-        wanted = layers, int(self.hf_config["num_experts_per_tok"])
+        wanted = routing_of(self.hf_config)[:2]
         if routes.shape[1:] != wanted:
             raise ValueError(
                 f"the engine's routes are of (layers, experts per token) = {routes.shape[1:]}, and "
@@ -264,10 +264,11 @@ class Network:
 
 class Reference(Network):
     """The frozen model that a run is held near to: its log-probabilities, and neither gradients nor
-    an optimizer.
+    an optimizer. `replays`: tokens go through the same experts as the policy's.
     """
 
-    def __init__(self, path: str, trainer: TrainerConfig, mesh: Mesh):
+    def __init__(self, path: str, trainer: TrainerConfig, mesh: Mesh, replays: bool = True):
         super().__init__(path, trainer, mesh)
+        self.replays = replays
         for chunk in self.model:
             chunk.requires_grad_(False)

@@ -116,4 +116,6 @@ def agreement(replays: list[RouterReplay], mesh: Any) -> dict[str, float]:
         sums = torch.stack(counts).sum(0).cpu() if counts else torch.zeros(2, dtype=torch.float64)
         mesh.reduce(sums, sums[:0])
     both, given = sums.tolist()
-    return {"routing/agree_frac": both / given} if given else {}
+    if not given:
+        return {}
+    return {"routing/agree_frac": both / given, "drift/routed_otherwise": 1 - both / given}

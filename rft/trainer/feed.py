@@ -15,7 +15,15 @@ import numpy as np
 from rft.algorithm import ALGORITHMS, credit, mixing, recipe, token_credit
 from rft.algorithm.strategies import SAMPLE_STRATEGIES
 from rft.config import AlgorithmConfig, Config
-from rft.data.packing import BY_TOKENS, Cost, Packed, PackingPolicy, Row, shared_of
+from rft.data.packing import (
+    BY_TOKENS,
+    Cost,
+    Packed,
+    PackingPolicy,
+    Row,
+    free_tokens,
+    shared_of,
+)
 from rft.data.updates import ONE_UPDATE, RowPacking, Update, UpdateRule, planned
 from rft.ground.experience import Batch, Experience
 from rft.ground.protocols import TrainerMesh
@@ -57,10 +65,11 @@ class Feed:
         longest: int = 1,
         experts: BatchSource | None = None,
         rule: UpdateRule = ONE_UPDATE,
+        replays: bool = False,
     ):
         """`longest`: response that a config allows; one way to aggregate the loss divides by it.
         `experts`: rows that go into every batch beside what `source` gives. `rule`: what a batch
-        is cut into.
+        is cut into. `replays`: tokens go through the experts that the engine has sent them through.
         """
         self.source = source
         self.ranks = ranks
@@ -68,6 +77,7 @@ class Feed:
         self.cost = cost
         self.packing = RowPacking(ranks.dp, max_tokens, multiple, cost, cut)
         self.rule = rule
+        self.replays = replays
         self.longest = longest
         self.experts = experts
         self.current: Batch | None = None  # rank 0: taken and not consumed yet
@@ -93,6 +103,12 @@ class Feed:
         if experiences:
             (metrics, groups), rows = self._rows(batch, metrics)
             mode = str(self.algorithm.loss_agg_mode)
+            if self.replays:
+                metrics |= free_tokens(rows)
+            else:
+                rows = [
+                    replace(row, routes=None) if row.routes is not None else row for row in rows
+                ]
             if recipe.needs_pairs(self.algorithm):
                 rows = [replace(row, group=at // 2) for at, row in enumerate(rows)]
             parts, updates = planned(rows, self.rule, step, self.packing, mode, self.longest)
