@@ -88,6 +88,8 @@ def serve(where: str, pipe: Any) -> None:
     """Answer with the batch of a step."""
 
     async def answers() -> None:
+        if IS_NEW:
+            part("rft.ground.host_memory", "").keep_no_blocks()
         made = buffer(where)
         await made.attach_trainer(0, 2)
         pipe.send(resident())
@@ -170,15 +172,13 @@ def main() -> None:
         mesh.barrier("begin")
         began = time.perf_counter()
         found = fed.next(step, False)
-        tensors = [
-            torch.from_numpy(np.ascontiguousarray(getattr(packed, name)))
-            for packed in found.part
-            for name in ("tokens", "positions", "labels", "weight", "behaviour", "advantage")
-        ]
+        for packed in found.part:  # one after the other, as they are trained on
+            for name in ("tokens", "positions", "labels", "weight", "behaviour", "advantage"):
+                torch.from_numpy(np.ascontiguousarray(getattr(packed, name)))
         mesh.barrier("end")
         seconds.append(time.perf_counter() - began)
         grown = resident() - before
-        del found, tensors
+        del found
     if source is not None:
         told = {"seconds": seconds, "rank": grown, "buffer": source.end()}
         print(json.dumps({**told, "rft": importlib.import_module("rft").__file__}))

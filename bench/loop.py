@@ -62,7 +62,6 @@ from bench.train_step import trl_versions
 from bench.train_step_rows import ROWS_OF_EMBEDDING
 from rft.tools.toy import write_arithmetic, write_model
 
-DTYPE = "bf16"  # in which both our halves compute; the trainer keeps fp32 masters
 CONTEXT = 1024
 Round = dict[str, Measured]
 
@@ -258,7 +257,7 @@ def sizes_of(word: str, root: Path, quick: bool) -> Sizes:
     if prompt + tokens > CONTEXT:
         raise ValueError(f"{word}: the model's context is {CONTEXT}")
     rows = write_prompts(root / f"{prompt}.jsonl", prompt) if prompt else root / "train.jsonl"
-    return Sizes(prompt, tokens, bars.quick if quick else bars.steps, DTYPE, rows)
+    return Sizes(prompt, tokens, bars.quick if quick else bars.steps, report.cpu_dtype(), rows)
 
 
 def measured(
@@ -313,7 +312,7 @@ def main() -> None:
     print(f"{time.monotonic() - began:.0f} s")
     rounds = given.rounds or (QUICK_ROUNDS if given.quick else ROUNDS)
     config = {
-        "dtype": DTYPE,
+        "dtype": report.cpu_dtype(),
         "tasks": TASKS,
         "repeats": REPEATS,
         "quick": given.quick,

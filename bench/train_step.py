@@ -51,7 +51,6 @@ from rft.tools.toy import write_model
 
 TRL = "trl"
 ROUNDS, QUICK_ROUNDS = 40, 15
-DTYPE = "bf16"
 CASES = ((1, 2), (2, 1))  # ranks, threads of each
 BARE_BAR, TRL_BAR, SAME_BAR = 1.05, 0.8, 5e-3
 # on a card: shapes of Qwen3-0.6B, whose vocabulary TP2 would pad
@@ -249,8 +248,9 @@ def main() -> None:
             model = write_model(
                 root / "model", "qwen3", layers=6, context=2048, vocab=ROWS_OF_EMBEDDING
             )
+        dtype = "bf16" if on_card else report.cpu_dtype()
         for world, threads in cases:
-            case = Case(world, threads, DTYPE, shape, model)
+            case = Case(world, threads, dtype, shape, model)
             trl = python if world == 1 and python.exists() and not arguments.bare else None
             found, distance = measure(case, rounds, trl, root)
             ratios |= {
@@ -279,7 +279,7 @@ def main() -> None:
         and (arguments.bare or (ratios["trl_wall"] or 9.0) <= TRL_BAR)
     )
     config = {
-        "dtype": DTYPE,
+        "dtype": dtype,
         "cases": cases,
         "shape": vars(shape),
         "quick": arguments.quick,

@@ -85,7 +85,7 @@ class Credit:
 
 def total_reward(experience: Experience) -> float:
     given = experience.token_rewards
-    return float(sum(given)) if len(given) else experience.reward
+    return float(np.sum(given)) if len(given) else experience.reward
 
 
 def _mean_logprob(experience: Experience) -> float:

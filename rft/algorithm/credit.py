@@ -236,8 +236,9 @@ def equal_answers(rollouts: list[Experience]) -> dict[str, float]:
 
 
 def _is_sample(one: Experience) -> bool:
-    length = one.response_length
-    return not one.turn and not one.expert and len(one.logprobs) == length == sum(one.action_mask)
+    if one.turn or one.expert or len(one.logprobs) != one.response_length:
+        return False
+    return bool(np.all(one.action_mask))
 
 
 def token_staleness(rollouts: list[Experience], step: int) -> dict[str, float]:
@@ -246,12 +247,11 @@ def token_staleness(rollouts: list[Experience], step: int) -> dict[str, float]:
     """
     ages, counts, trained = [], [], 0
     for experience in rollouts:
-        # trained tokens in front of each position
-        before = np.concatenate(([0], np.cumsum(experience.action_mask)))
-        trained += int(before[-1])
+        mask = np.asarray(experience.action_mask)
+        trained += int(np.count_nonzero(mask))
         for span in experience.versions:
             ages.append(step - span.version)
-            counts.append(int(before[span.end] - before[span.start]))
+            counts.append(int(np.count_nonzero(mask[span.start : span.end])))
     aged = [age for age, count in zip(ages, counts, strict=True) if count]
     return {
         "staleness/token_mean": float(np.dot(ages, counts)) / max(1, sum(counts)),

@@ -11,7 +11,7 @@ A < 0 and d < 0: where PPO clips), the largest d^2 are left out until the mean o
 more than the budget. All counts stay as they were. Equal d^2 are kept or left out together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,8 +25,8 @@ PROBES = 64  # cutoffs tried per round: 2^31 bit patterns are told apart in six
 
 
 def judged(
-    part: list[Packed], budget: float, counts: bool, summed: Summed
-) -> tuple[list[Packed], dict[str, float]]:
+    part: Sequence[Packed], budget: float, counts: bool, summed: Summed
+) -> tuple[Sequence[Packed], dict[str, float]]:
     """`counts`: whether this rank's tokens enter the sums (others may hold the same); `summed` adds
     up over all ranks.
     """

@@ -27,12 +27,12 @@ Summed = Callable[[list[float]], list[float]]
 
 
 def credited(
-    part: list[Packed],
+    part: Sequence[Packed],
     beta: float,
     counts: bool,
     summed: Summed,
     members: Sequence[int] | None = None,
-) -> tuple[list[Packed], dict[str, float]]:
+) -> tuple[Sequence[Packed], dict[str, float]]:
     """`counts`: whether this rank's rows are counted (others may hold the same); `summed` adds up
     over all ranks. `members`: ascending, the rows of the step that are here; default: all.
     """

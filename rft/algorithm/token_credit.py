@@ -37,13 +37,13 @@ def is_penalised(algorithm: AlgorithmConfig) -> bool:
 
 
 def credited(
-    part: list[Packed],
+    part: Sequence[Packed],
     algorithm: AlgorithmConfig,
     counts: bool,
     summed: Summed,
     groups: Sequence[int] = (),
     penalty_coef: float | None = None,
-) -> tuple[list[Packed], dict[str, float]]:
+) -> tuple[Sequence[Packed], dict[str, float]]:
     """`counts`: whether this rank's tokens enter the moments (others may hold the same); `summed`
     adds up over all ranks.
 
@@ -92,8 +92,8 @@ def credited(
 
 
 def distilled(
-    part: list[Packed], algorithm: AlgorithmConfig, counts: bool, summed: Summed
-) -> tuple[list[Packed], dict[str, float]]:
+    part: Sequence[Packed], algorithm: AlgorithmConfig, counts: bool, summed: Summed
+) -> tuple[Sequence[Packed], dict[str, float]]:
     """Advantages of single tokens from a teacher, of the score `teacher`, and their mean over all
     trained tokens of the step. Nothing is whitened: the size of an advantage is the size of the
     disagreement.
@@ -128,7 +128,7 @@ def _needed(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def _spread(
-    part: list[Packed], measured: Callable[[Packed], np.ndarray], counts: bool, summed: Summed
+    part: Sequence[Packed], measured: Callable[[Packed], np.ndarray], counts: bool, summed: Summed
 ) -> dict[str, float]:
     """Mean and unbiased deviation of what is measured, over all trained tokens of the step."""
     found = np.concatenate(
@@ -141,7 +141,7 @@ def _spread(
 
 
 def _of_responses(
-    part: list[Packed],
+    part: Sequence[Packed],
     rewards: list[np.ndarray],
     algorithm: AlgorithmConfig,
     counts: bool,

@@ -22,7 +22,7 @@ class StoredGroup(Record, kw_only=True):
 
     group: int
     timeline: int
-    experiences: bytes  # an encoded list
+    experiences: memoryview  # an encoded list: bytes, or of what was received a part of its message
     uses: int = 0
 
 

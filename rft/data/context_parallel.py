@@ -19,6 +19,8 @@ def slice_cp(packed: Packed, rank: int, size: int, multiple: int = 1, length: in
     `cu_seqlens` are local. size=1 only pads.
     """
     assert size == 1 or not packed.shared.any(), "context-parallel ranks share no prefixes"
+    if size == 1 and packed.length >= length and packed.length % multiple == 0:
+        return packed
     flat = cp_index(packed, rank, size)
     starts, stops = packed.cu_seqlens[:-1], packed.cu_seqlens[1:]
     bounds = stops - starts if size == 1 else 2 * -((starts - stops) // (2 * size))

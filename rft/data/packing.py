@@ -99,9 +99,9 @@ class Packed:
     then padding that belongs to none.
     """
 
-    tokens: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T], from 0 in every sequence
-    labels: np.ndarray  # int64 [T]
+    tokens: np.ndarray  # int32 [T]
+    positions: np.ndarray  # int32 [T], from 0 in every sequence
+    labels: np.ndarray  # int32 [T]
     weight: np.ndarray  # float32 [T], as are the three below
     behaviour: np.ndarray
     advantage: np.ndarray
@@ -159,9 +159,9 @@ class Stacked:
 
         starts = np.repeat(cu_seqlens[:-1], self.lengths)
         return Packed(
-            tokens=padded(self.tokens, np.int64),
-            positions=padded(np.arange(total) - starts, np.int64),
-            labels=shifted(self.tokens, np.int64),
+            tokens=padded(self.tokens, np.int32),
+            positions=padded(np.arange(total, dtype=np.int32) - starts, np.int32),
+            labels=shifted(self.tokens, np.int32),
             temperature=padded(
                 np.repeat(self.temperature, self.lengths), np.float32, PADDING["temperature"]
             ),
@@ -200,6 +200,42 @@ AGGREGATIONS = (
 NUMBERS = ("weight", "behaviour", "advantage")
 TOKEN_FIELDS = ("tokens", "positions", "labels", *NUMBERS, "temperature")
 PADDING = {"temperature": 1.0}  # every other field is padded with 0
+
+
+class Cut(Sequence[list[Stacked]]):
+    """A step's rows and the microbatches that each data-parallel rank gets of them, stacked when
+    they are asked for: beside the rows only what is being sent is in memory.
+    """
+
+    def __init__(
+        self, rows: list[Row], bins: list[list[list[int]]], multiple: int, policy: PackingPolicy
+    ):
+        self.rows, self.bins, self.multiple, self.policy = rows, bins, multiple, policy
+        picked = [[self._picked(bin_) for bin_ in part] for part in bins]
+        self.shared = [[_shared(one, policy.share) for one in part] for part in picked]
+        self.lengths = [[[len(row.tokens) for row in one] for one in part] for part in picked]
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, at: Any) -> list[Stacked]:
+        scores = tuple(self.rows[0].scores) if self.rows else ()
+        return [
+            _stacked(self._picked(bin_), bin_, self.multiple, scores, shared)
+            for bin_, shared in zip(self.bins[at], self.shared[at], strict=True)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rows' columns."""
+        columns = (
+            (row.tokens, row.trained, row.weight, *(() if row.routes is None else (row.routes,)))
+            for row in self.rows
+        )
+        return sum(column.nbytes for row in columns for column in row)
+
+    def _picked(self, bin_: list[int]) -> list[Row]:
+        return _picked(self.rows, bin_, self.policy.pad)
 
 
 def token_weights(lengths: list[int], mode: str, longest: int = 1) -> list[float]:
@@ -249,10 +285,9 @@ def stack(
     multiple: int,
     cost: Cost = Cost(),
     cut: PackingPolicy = BY_TOKENS,
-) -> list[list[Stacked]]:
+) -> Cut:
     """As `pack`, up to what travels."""
-    bins = bins_of(rows, dp, max_tokens, multiple, cost, cut)
-    return stacked_of(rows, bins, multiple, cut)
+    return Cut(rows, bins_of(rows, dp, max_tokens, multiple, cost, cut), multiple, cut)
 
 
 def bins_of(
@@ -277,17 +312,6 @@ def bins_of(
         [row.routes for row in rows],
     )
     return assign_chains(found, dp, limit, cost)
-
-
-def stacked_of(
-    rows: list[Row], bins: list[list[list[int]]], multiple: int, cut: PackingPolicy = BY_TOKENS
-) -> list[list[Stacked]]:
-    """The rows of each of `bins` as one microbatch."""
-    scores = tuple(rows[0].scores) if rows else ()
-    return [
-        [_stacked(_picked(rows, bin_, cut.pad), bin_, multiple, scores, cut.share) for bin_ in part]
-        for part in bins
-    ]
 
 
 def assign(
@@ -507,20 +531,23 @@ def _lengthened(row: Row, length: int) -> Row:
     return Row(*padded, row.temperature, scores, row.group, routes)
 
 
+def _shared(picked: list[Row], share: bool) -> np.ndarray:
+    if not share:
+        return np.zeros(len(picked), dtype=np.int64)
+    return shared_lengths(
+        [row.tokens for row in picked],
+        [row.trained for row in picked],
+        # a row of no group shares with none
+        [row.group if row.group >= 0 else -1 - at for at, row in enumerate(picked)],
+        [row.routes for row in picked],
+    )
+
+
 def _stacked(
-    picked: list[Row], chosen: list[int], multiple: int, scores: Iterable[str], share: bool = False
+    picked: list[Row], chosen: list[int], multiple: int, scores: Iterable[str], shared: np.ndarray
 ) -> Stacked:
     """`scores`: names of those of all rows."""
     lengths = np.array([len(row.tokens) for row in picked], dtype=np.int32)
-    shared = np.zeros(len(picked), dtype=np.int64)
-    if share:
-        shared = shared_lengths(
-            [row.tokens for row in picked],
-            [row.trained for row in picked],
-            # a row of no group shares with none
-            [row.group if row.group >= 0 else -1 - at for at, row in enumerate(picked)],
-            [row.routes for row in picked],
-        )
 
     def joined(parts: list[np.ndarray], dtype: Any = np.float32) -> np.ndarray:
         return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype)
@@ -561,13 +588,12 @@ def lengthened(routes: np.ndarray, length: int) -> np.ndarray:
     return out
 
 
-def shared_of(parts: Iterable[Iterable[Stacked]], cost: Cost) -> dict[str, float]:
+def shared_of(given: Cut, cost: Cost) -> dict[str, float]:
     """Metrics of a step: which part of its tokens, and of its FLOPs, other rows' serve for."""
-    given = [stacked for part in parts for stacked in part if len(stacked.rows)]
-    if not given:
+    lengths = np.array([n for part in given.lengths for one in part for n in one], dtype=np.float64)
+    if not len(lengths):
         return {}
-    lengths = np.concatenate([stacked.lengths for stacked in given]).astype(np.float64)
-    shared = np.concatenate([stacked.shared for stacked in given]).astype(np.float64)
+    shared = np.concatenate([one for part in given.shared for one in part]).astype(np.float64)
     return {
         "packing/shared_frac": float(shared.sum() / lengths.sum()),
         "packing/shared_flops_frac": float(cost(shared).sum() / cost(lengths).sum()),
@@ -588,7 +614,7 @@ def free_tokens(rows: Iterable[Row]) -> dict[str, float]:
 
 def empty(length: int, scores: Iterable[str] = ()) -> Packed:
     """A microbatch of padding only, with scores of these names."""
-    return _stacked([], [], length, scores).packed()
+    return _stacked([], [], length, scores, np.zeros(0, dtype=np.int64)).packed()
 
 
 def multiple_of(tensor: int, context: int, kernels: int = 1) -> int:

@@ -110,17 +110,30 @@ def shared_lengths(
     for at, (own, is_trained) in enumerate(zip(tokens, trained, strict=True)):
         flags = is_trained != 0
         if at and groups[at] == groups[at - 1]:
-            before = tokens[at - 1]
-            common = min(len(own), len(before))
-            differ = (own[:common] != before[:common]) | (flags[:common] & taken[:common])
-            same = int(np.argmax(differ)) if differ.any() else common
-            found[at] = _alike(routes[at - 1], routes[at], same) if routes else same
+            same = _alike(own, tokens[at - 1], flags, taken)
+            found[at] = _routed_alike(routes[at - 1], routes[at], same) if routes else same
         shared = int(found[at])
         taken = np.concatenate([taken[:shared] | flags[:shared], flags[shared:]])
     return found
 
 
-def _alike(before: np.ndarray | None, own: np.ndarray | None, tokens: int) -> int:
+def _alike(own: np.ndarray, before: np.ndarray, flags: np.ndarray, taken: np.ndarray) -> int:
+    """Up to where two rows are the same and not both trained; longer pieces are looked at the
+    further that is.
+    """
+    common = min(len(own), len(before))
+    start, stop = 0, min(common, 64)
+    while start < common:
+        piece = slice(start, stop)
+        differ = (own[piece] != before[piece]) | (flags[piece] & taken[piece])
+        at = int(np.argmax(differ))
+        if differ[at]:
+            return start + at
+        start, stop = stop, min(common, 4 * stop)
+    return common
+
+
+def _routed_alike(before: np.ndarray | None, own: np.ndarray | None, tokens: int) -> int:
     """How many of the first `tokens` have the same route in both; none has any in no row."""
     if before is None or own is None:
         return tokens if before is own else 0
@@ -137,8 +150,8 @@ class Computed:
     `source` both are the same tokens.
     """
 
-    tokens: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T]: in its row
+    tokens: np.ndarray  # int32 [T]
+    positions: np.ndarray  # int32 [T]: in its row
     bounds: np.ndarray  # int32 [rows + 1]
     key_bounds: np.ndarray  # int32 [rows + 1]
     source: np.ndarray | None  # int64 [labels]: which token's hidden state predicts each label

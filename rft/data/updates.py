@@ -23,15 +23,14 @@ from rft.data.packing import (
     PADDING,
     TOKEN_FIELDS,
     Cost,
+    Cut,
     Packed,
     PackingPolicy,
     Row,
-    Stacked,
     bins_of,
     chunks,
     joined_routes,
     lengthened,
-    stacked_of,
     token_weights,
 )
 from rft.data.prefixes import shared_lengths
@@ -117,7 +116,7 @@ class RowPacking:
 
 def planned(
     rows: list[Row], rule: UpdateRule, step: int, packing: RowPacking, mode: str, longest: int = 1
-) -> tuple[list[list[Stacked]], list[Update]]:
+) -> tuple[Cut, list[Update]]:
     """Microbatches of every data-parallel rank, each row in one of them, and the updates; none:
     the whole part is one. `mode` and `longest` as in `token_weights`.
     """
@@ -126,7 +125,7 @@ def planned(
     first = rule.updates_of(kinds, step, 0)
     if rule.epochs * len(first) == 1:
         bins = packing.bins(rows)
-        return stacked_of(rows, bins, packing.multiple, packing.cut), []
+        return Cut(rows, bins, packing.multiple, packing.cut), []
     found = [
         [
             [[members[at] for at in bin_] for bin_ in rank]
@@ -150,7 +149,7 @@ def planned(
         )
     trained = [int((row.trained > 0).sum()) for row in rows]
     updates = [Update(bins, _weights(bins, trained, kinds, mode, longest)) for bins in found]
-    return stacked_of(rows, ranks, packing.multiple, packing.cut), updates
+    return Cut(rows, ranks, packing.multiple, packing.cut), updates
 
 
 def _weights(
@@ -168,7 +167,7 @@ def _weights(
 
 
 def regrouped(
-    part: list[Packed], bins: list[list[int]], weights: list[float], multiple: int
+    part: Sequence[Packed], bins: list[list[int]], weights: list[float], multiple: int
 ) -> list[Packed]:
     """Rows of `part` with all that is known of them, in the microbatches `bins`, each trained token
     with its row's weight.

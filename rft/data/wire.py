@@ -1,16 +1,17 @@
 """Microbatches on their way from rank 0 to the ranks that train on them.
 
 In: the microbatches of one data-parallel index. Out: bytes, and at the other end the same
-microbatches, every bit. Columns travel as they lie in memory; of what stands for long stretches
-(weights, advantages), lengths of runs travel. msgpack, no pickle.
+microbatches, every bit, each laid out when it is asked for. Columns travel as they lie in memory;
+of what stands for long stretches (weights, advantages), lengths of runs travel. msgpack, no pickle.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from rft.data.packing import NUMBERS, Stacked
+from rft.data.packing import NUMBERS, Packed, Stacked
 
 SEQUENCES = {
     "temperature": np.float32,
@@ -40,9 +41,19 @@ def encode_part(part: list[Stacked]) -> bytearray:
     return made
 
 
-def decode_part(data: Any) -> list[Stacked]:
-    """Of a buffer, which the columns go on using."""
-    return [_stacked(told) for told in _decoder.decode(data)]
+class Microbatches(Sequence[Packed]):
+    """A rank's microbatches, out of a buffer that they go on using. Each is laid out when it is
+    asked for, and anew the next time: what stays in memory is what has travelled.
+    """
+
+    def __init__(self, data: Any):
+        self.told = _decoder.decode(data)
+
+    def __len__(self) -> int:
+        return len(self.told)
+
+    def __getitem__(self, at: Any) -> Packed:
+        return _stacked(self.told[at]).packed()
 
 
 def _told(stacked: Stacked) -> EncodedMicrobatch:
@@ -86,9 +97,10 @@ def _stacked(told: EncodedMicrobatch) -> Stacked:
 def _runs(values: np.ndarray) -> Column:
     """Of float32 values; equal are those of equal bits."""
     bits = values.view(np.int32)
-    last = np.append(np.flatnonzero(bits[1:] != bits[:-1]), len(bits) - 1)
-    if 2 * len(last) >= len(bits):
+    ends = bits[1:] != bits[:-1]
+    if 2 * (np.count_nonzero(ends) + 1) >= len(bits):
         return values.data, memoryview(b"")
+    last = np.append(np.flatnonzero(ends), len(bits) - 1)
     return values[last].data, np.diff(last, prepend=-1).astype(np.int32).data
 
 

@@ -7,6 +7,7 @@ gives that back; files in memory (memfd, /dev/shm) count as used, in the group o
 touched them first. `root`: of the file system.
 """
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,25 @@ FILES = {
     2: ("memory.max", "memory.current", ""),
 }
 CACHED = ("active_file", "inactive_file")
+WORTH_GIVING = 16 * 2**20  # bytes; below, looking for free pages costs more than they are worth
+M_MMAP_THRESHOLD = -3  # of malloc.h
+LIBC = ctypes.CDLL(None)
+
+
+def give_back(freed: int) -> None:
+    """To the system, what the C library keeps of `freed` bytes in small pieces (GNU's: man 3
+    malloc_trim). Others keep it for the next step.
+    """
+    if freed >= WORTH_GIVING and hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
+
+
+def keep_no_blocks() -> None:
+    """From now on a block of 128 KiB or more goes back to the system when it is freed, in whichever
+    thread; GNU's library raises that limit otherwise (man 3 mallopt).
+    """
+    if hasattr(LIBC, "mallopt"):
+        LIBC.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
 
 
 def available(root: Path = ROOT) -> int:

@@ -6,7 +6,7 @@ streams the other without knowing Megatron. `monitor` offers every sink as a `Me
 that may die and come back, `RETURN_S` is how long all others wait.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
@@ -160,8 +160,10 @@ class TrainerMesh(Collective, Protocol):
     def cp_rank(self) -> int: ...
     @property
     def is_last_stage(self) -> bool: ...
-    def scatter_parts(self, parts: list[list[Any]] | None) -> list[Any]:
-        """Of rank 0's stacked microbatches per data-parallel index those of this rank, packed."""
+    def scatter_parts(self, parts: Sequence[list[Any]] | None) -> Sequence[Any]:
+        """Of rank 0's stacked microbatches per data-parallel index those of this rank; each is
+        packed when it is asked for.
+        """
 
     def reduce(self, sums: "torch.Tensor", maxima: "torch.Tensor") -> None:
         """Over all ranks that hold different tokens, in place."""

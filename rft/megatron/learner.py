@@ -66,7 +66,7 @@ class Learner(Network):
         )
         self._shards = weights.shards(self.model, self.dims, mesh.place)
 
-    def gradients(self, part: list[Packed], token_loss: "TokenLoss") -> dict[str, float]:
+    def gradients(self, part: Sequence[Packed], token_loss: "TokenLoss") -> dict[str, float]:
         """Gradients of one step, complete on every rank; metrics, the same on every rank.
 
         No weight changes.

@@ -19,7 +19,7 @@ after five of them.
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -29,8 +29,8 @@ from megatron.core import parallel_state
 from torch.distributed.nn.functional import all_reduce
 
 from rft.config import MegatronConfig
-from rft.data.packing import Packed, Stacked
-from rft.data.wire import decode_part, encode_part
+from rft.data.packing import Stacked
+from rft.data.wire import Microbatches, encode_part
 from rft.ground.device import Device, collective_timeout
 from rft.ground.names import Place
 
@@ -164,27 +164,28 @@ class Mesh:
         return [msgspec.msgpack.decode(part.numpy().tobytes()) for part in parts]
 
     @_named
-    def scatter_parts(self, parts: list[list[Stacked]] | None) -> list[Packed]:
+    def scatter_parts(self, parts: Sequence[list[Stacked]] | None) -> Microbatches:
         """The microbatches of this rank's data-parallel index; `parts` (one per index) is given at
         rank 0 only. Each part leaves rank 0 once: the ranks that it is for hand it on among
         themselves, and each lays it out.
         """
         if parts is None:
-            found = self._spread(self._receive_part() if self._is_lead else None)
-            own = decode_part(found.numpy().data)
+            data = self._spread(self._receive_part() if self._is_lead else None)
+            own = Microbatches(data.numpy().data)
         else:
-            own = parts[self.dp_rank]
             self._send_parts(parts)
+            data = encode_part(parts[self.dp_rank])
             if self.world > self.dp:
-                self._spread(_tensor(encode_part(own)))
-        return [stacked.packed() for stacked in own]
+                self._spread(_tensor(data))
+            own = Microbatches(data)
+        return own
 
     @property
     def _is_lead(self) -> bool:
         """Of the ranks of its data-parallel index, the one that rank 0 speaks to."""
         return not (self.tp_rank or self.cp_rank or self.pp_rank)
 
-    def _send_parts(self, parts: list[list[Stacked]]) -> None:
+    def _send_parts(self, parts: Sequence[list[Stacked]]) -> None:
         """To the other leads."""
         sends = []
         for rank, (index, is_lead) in enumerate(self._places):

@@ -98,7 +98,7 @@ class Network:
             weights.initialise_adapters(self.model, self.dims, mesh.place, seed)
 
     @torch.no_grad()
-    def score(self, part: list[Packed], trained_only: bool = False) -> list[np.ndarray]:
+    def score(self, part: Sequence[Packed], trained_only: bool = False) -> list[np.ndarray]:
         """The score of every label, one array [T] per microbatch; empty arrays on all but the last
         stage.
 
@@ -114,7 +114,7 @@ class Network:
         return [self._whole(packed, local) for packed, local in zip(part, outputs, strict=False)]
 
     @torch.no_grad()
-    def uncertainty(self, part: list[Packed]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def uncertainty(self, part: Sequence[Packed]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Log-probabilities of the trained labels and entropies there, as `score` gives them."""
 
         def use(micro: Micro, hidden: Tensor) -> Tensor:
@@ -158,15 +158,17 @@ class Network:
         """
         return self.model
 
-    def _run(self, part: list[Packed], use: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the microbatches; `use(micro,
-        hidden)` is called on the last stage.
+    def _run(
+        self, part: Sequence[Packed], use: Callable[..., Any], forward_only: bool
+    ) -> list[Any]:
+        """Megatron's schedule over the microbatches, each of which is laid out when it begins;
+        `use(micro, hidden)` is called on the last stage.
         """
-        with trace.span("lay out"):
-            micros = self._micros(part)
+        lengths = self._lengths(part)
 
         def forward(data: Iterator[Micro], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            micro = next(data)
+            with trace.span("lay out"):
+                micro = next(data)
 
             def used(hidden: Tensor, non_loss_data: bool = False) -> Any:
                 with trace.span("forward"):
@@ -178,33 +180,44 @@ class Network:
 
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[iter(micros) for _ in self._called],
+            data_iterator=[self._micros(part, lengths) for _ in self._called],
             model=list(self._called),
-            num_microbatches=len(micros),
-            seq_length=micros[0].tokens.shape[1] * self.mesh.cp,  # megatron divides it again
+            num_microbatches=len(lengths),
+            seq_length=lengths[0] * self.mesh.cp,  # megatron divides it again
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
 
-    def _micros(self, part: list[Packed]) -> list[Micro]:
-        """Slice for this context-parallel rank and pad to the lengths that ranks must have in
-        common.
+    def _lengths(self, part: Sequence[Packed]) -> list[int]:
+        """To what each microbatch is padded at least, as ranks must have it in common; 0: to
+        nothing.
 
         Pipeline stages exchange activations of one length; ranks that share experts gather tokens
         of one length each. Interleaved stages want a multiple of their number of microbatches: the
         last ones are padding.
         """
         mesh = self.mesh
-        sliced = [slice_cp(packed, mesh.cp_rank, mesh.cp, self.multiple) for packed in part]
-        if mesh.vpp > 1:
-            sliced += [empty(self.multiple, part[0].scores)] * (-len(sliced) % mesh.pp)
-        lengths = [self._computed(packed).length for packed in sliced]
+        count = len(part) + (-len(part) % mesh.pp if mesh.vpp > 1 else 0)
+        if mesh.place.ep == mesh.pp == 1:
+            return [0] * count
+        lengths = [self._computed(self._sliced(packed)).length for packed in part]
+        lengths += [self.multiple] * (count - len(part))
         if mesh.place.ep > 1:
             lengths = mesh.longest(lengths)
-        if mesh.pp > 1:
-            lengths = [max(lengths)] * len(lengths)
-        return [self._micro(one, length) for one, length in zip(sliced, lengths, strict=True)]
+        return [max(lengths)] * count if mesh.pp > 1 else lengths
+
+    def _micros(self, part: Sequence[Packed], lengths: list[int]) -> Iterator[Micro]:
+        for number, length in enumerate(lengths):
+            if number < len(part):
+                packed = self._sliced(part[number])
+            else:
+                packed = empty(self.multiple, part[0].scores)
+            yield self._micro(packed, length)
+
+    def _sliced(self, packed: Packed) -> Packed:
+        """For this context-parallel rank."""
+        return slice_cp(packed, self.mesh.cp_rank, self.mesh.cp, self.multiple)
 
     def _computed(self, packed: Packed, length: int = 0) -> Computed:
         arrays = packed.tokens, packed.positions, packed.cu_seqlens, packed.shared
@@ -217,9 +230,9 @@ class Network:
         computed = self._computed(packed, length)
         tensor = self.mesh.device.bring
         return Micro(
-            tokens=tensor(computed.tokens)[None],
-            positions=tensor(computed.positions)[None],
-            labels=tensor(packed.labels),
+            tokens=tensor(computed.tokens)[None].long(),
+            positions=tensor(computed.positions)[None].long(),
+            labels=tensor(packed.labels).long(),
             temperature=tensor(packed.temperature),
             trained=tensor(np.flatnonzero(packed.weight)),
             fields=Fields.of(

@@ -10,7 +10,7 @@ which are local.
 
 import importlib.metadata
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -69,7 +69,7 @@ class Policy(Learner):
 
     def train_step(
         self,
-        part: list[Packed],
+        part: Sequence[Packed],
         token_loss: "TokenLoss",
         before_update: Callable[[], None],
         last: bool = True,

@@ -34,6 +34,7 @@ from rft.ground.device import (
     thread_environment,
     wait_for_turn,
 )
+from rft.ground.host_memory import keep_no_blocks
 from rft.ground.process import die_with_parent
 from rft.ground.protocols import BACK_S, ActorHandle
 from rft.monitor import logs, trace
@@ -501,7 +502,8 @@ def hosted(
     """`cls` as an actor that writes to the log file named in its environment, with variables of its
     `own` in it, and without those of `others`, which it was started with empty.
 
-    One that computes nothing gives way to others. `given`: its arguments, packed.
+    One that computes nothing gives way to others, and keeps no memory of what went through it.
+    `given`: its arguments, packed.
     """
 
     class Hosted(cls):  # type: ignore[misc,valid-type]
@@ -516,6 +518,7 @@ def hosted(
             plugins.load()
             if not computes:
                 wait_for_turn()
+                keep_no_blocks()
             if given:
                 import ray
 

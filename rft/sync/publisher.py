@@ -29,14 +29,14 @@ a wrong norm or an expert at another place has the right bytes.
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from rft.config import SynchronizerConfig
-from rft.data.packing import Packed, Row, Stacked, stack
+from rft.data.packing import Cut, Packed, Row, stack
 from rft.ground.columns import behind
 from rft.ground.experience import Completion, GenerateRequest, Record, Sampling, decode, encode
 from rft.ground.protocols import Collective, TrainerMesh
@@ -304,7 +304,7 @@ class Publisher:
 class Scorer(Protocol):
     multiple: int
 
-    def score(self, part: list[Packed], trained_only: bool = False) -> list[np.ndarray]: ...
+    def score(self, part: Sequence[Packed], trained_only: bool = False) -> list[np.ndarray]: ...
 
 
 class Probe:
@@ -364,11 +364,11 @@ class Probe:
         )
         return [made for answer in answers for made in decode(answer, list[Completion])]
 
-    def _stacked(self, completions: list[Completion]) -> list[list[Stacked]]:
+    def _stacked(self, completions: list[Completion]) -> Cut:
         rows = [_row(self.request.prompt, made) for made in completions]
         return stack(rows, self.mesh.dp, PROMPT_TOKENS + NEW_TOKENS, self.policy.multiple)
 
-    def _differences(self, part: list[Packed]) -> tuple[float, float]:
+    def _differences(self, part: Sequence[Packed]) -> tuple[float, float]:
         """Mean and maximum over all ranks; ranks that hold the same tokens count them as often."""
         import torch
 

@@ -7,6 +7,7 @@ of every row. Invariant: all global counts are taken here, before the batch is c
 calls `next` once per step, in step order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from rft.config import AlgorithmConfig, Config
 from rft.data.packing import (
     BY_TOKENS,
     Cost,
+    Cut,
     Packed,
     PackingPolicy,
     Row,
@@ -26,6 +28,7 @@ from rft.data.packing import (
 )
 from rft.data.updates import ONE_UPDATE, RowPacking, Update, UpdateRule, planned
 from rft.ground.experience import Batch, Experience
+from rft.ground.host_memory import give_back
 from rft.ground.protocols import TrainerMesh
 
 
@@ -45,7 +48,7 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class StepInput:
-    part: list[Packed]
+    part: Sequence[Packed]
     metrics: dict[str, float]
     experiences: list[Experience]  # rank 0 only: what the samples table shows
     groups: list[int] = field(default_factory=list)  # of every row of the step, on every rank
@@ -99,28 +102,18 @@ class Feed:
         if experiences:
             experiences += beside
         self.current = batch if experiences else None
-        told, parts = None, None
+        told = parts = None
         if experiences:
-            (metrics, groups), rows = self._rows(batch, metrics)
-            mode = str(self.algorithm.loss_agg_mode)
-            if self.replays:
-                metrics |= free_tokens(rows)
-            else:
-                rows = [
-                    replace(row, routes=None) if row.routes is not None else row for row in rows
-                ]
-            if recipe.needs_pairs(self.algorithm):
-                rows = [replace(row, group=at // 2) for at, row in enumerate(rows)]
-            parts, updates = planned(rows, self.rule, step, self.packing, mode, self.longest)
-            metrics |= shared_of(parts, self.cost)
-            trained = sum(int(np.count_nonzero(row.weight)) for row in rows)
-            metrics["sample/trained_tokens"] = float(trained * self.rule.epochs)
-            told = metrics, groups, [(update.bins, update.weights) for update in updates]
+            told, parts = self._cut(batch, metrics)
         told = self.ranks.broadcast(told)
         if told is None:
             return None
         metrics, groups, cut = told
         part = self.ranks.scatter_parts(parts)
+        if parts is not None:
+            freed = parts.nbytes
+            del parts
+            give_back(freed)
         return StepInput(part, metrics, experiences, groups, [Update(*one) for one in cut])
 
     def consumed(self, step: int) -> None:
@@ -151,6 +144,24 @@ class Feed:
         only older ones need. Returns the oldest version that it has tokens of, if it knows.
         """
         return self.source.retain(loop) if self.source and loop else None
+
+    def _cut(
+        self, batch: Batch, metrics: dict[str, float]
+    ) -> tuple[tuple[dict[str, float], list[int], list[Any]], Cut]:
+        """What every rank is told of the step, and its microbatches."""
+        (metrics, groups), rows = self._rows(batch, metrics)
+        mode = str(self.algorithm.loss_agg_mode)
+        if self.replays:
+            metrics |= free_tokens(rows)
+        else:
+            rows = [row if row.routes is None else replace(row, routes=None) for row in rows]
+        if recipe.needs_pairs(self.algorithm):
+            rows = [replace(row, group=at // 2) for at, row in enumerate(rows)]
+        parts, updates = planned(rows, self.rule, batch.step, self.packing, mode, self.longest)
+        metrics |= shared_of(parts, self.cost)
+        trained = sum(int(np.count_nonzero(row.weight)) for row in rows)
+        metrics["sample/trained_tokens"] = float(trained * self.rule.epochs)
+        return (metrics, groups, [(update.bins, update.weights) for update in updates]), parts
 
     def _rows(
         self, batch: Batch, metrics: dict[str, float]

@@ -137,8 +137,8 @@ class Models:
         self.kl = KLCoefficients(algorithm)
 
     def score(
-        self, part: list[Packed], groups: Sequence[int] = ()
-    ) -> tuple[list[Packed], dict[str, float]]:
+        self, part: Sequence[Packed], groups: Sequence[int] = ()
+    ) -> tuple[Sequence[Packed], dict[str, float]]:
         """`part` with what the models say of it before the step, with advantages where they need
         that, and with the tokens that the step leaves out.
 
@@ -153,8 +153,8 @@ class Models:
         return part, metrics | more
 
     def _credited(
-        self, part: list[Packed], groups: Sequence[int]
-    ) -> tuple[list[Packed], dict[str, float]]:
+        self, part: Sequence[Packed], groups: Sequence[int]
+    ) -> tuple[Sequence[Packed], dict[str, float]]:
         if recipe.needs_entropy(self.algorithm):
             logprobs, entropies = self.policy.uncertainty(part)
             part = self._scored(self._scored(part, "proximal", logprobs), "entropy", entropies)
@@ -181,7 +181,7 @@ class Models:
 
     def train_step(
         self,
-        part: list[Packed],
+        part: Sequence[Packed],
         token_loss: "TokenLoss",
         before_update: Callable[[], None],
         updates: Sequence[Update] = (),
@@ -206,7 +206,7 @@ class Models:
 
     def _update(
         self,
-        part: list[Packed],
+        part: Sequence[Packed],
         token_loss: "TokenLoss",
         before_update: Callable[[], None],
         last: bool = True,
@@ -233,7 +233,7 @@ class Models:
             f"critic/{name}": value for name, value in of_critic.items() if name != "num_tokens"
         }
 
-    def _with_margins(self, part: list[Packed], members: Sequence[int]) -> list[Packed]:
+    def _with_margins(self, part: Sequence[Packed], members: Sequence[int]) -> Sequence[Packed]:
         """Those of the weights as they are now; `members`: rows of this update."""
         part = self._scored(part, "proximal", self.policy.score(part, trained_only=True))
         beta = recipe.pair_beta(self.algorithm)
@@ -292,7 +292,9 @@ class Models:
         totals: list[float] = sums.tolist()
         return totals
 
-    def _scored(self, part: list[Packed], name: str, arrays: list[np.ndarray]) -> list[Packed]:
+    def _scored(
+        self, part: Sequence[Packed], name: str, arrays: list[np.ndarray]
+    ) -> Sequence[Packed]:
         """With one more score, where this rank has any."""
         if not self._mesh.is_last_stage:
             return part

@@ -14,7 +14,7 @@ from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import AlgorithmConfig, ExperienceBufferConfig
 from rft.data.packing import Cost, pack, stack
-from rft.data.wire import decode_part, encode_part
+from rft.data.wire import Microbatches, encode_part
 from rft.ground.experience import (
     NO_EXPERT,
     Batch,
@@ -81,7 +81,7 @@ def test_they_are_packed_beside_their_tokens_and_travel_to_the_ranks(dtype: str)
     """Of two rows, one without: its tokens have none, nor has the last token, nor padding."""
     given = [made(routed(dtype)), made(None)]
     part = stack(credit.rows(credit.judge(given, None, {}), "token-mean"), 1, 100, 4)[0]
-    (found,) = [stacked.packed() for stacked in decode_part(encode_part(part))]
+    (found,) = Microbatches(encode_part(part))
     assert found.length == 20 and found.routes is not None and found.routes.dtype == dtype
     start = found.cu_seqlens[found.rows.tolist().index(0)]
     own = found.routes[start : start + PROMPT + RESPONSE - 1]

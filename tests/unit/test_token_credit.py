@@ -17,7 +17,7 @@ from rft.algorithm.token_advantages import gae, whitened
 from rft.config import AlgorithmConfig
 from rft.data.context_parallel import slice_cp
 from rft.data.packing import Packed, Row, pack, stack
-from rft.data.wire import decode_part, encode_part
+from rft.data.wire import Microbatches, encode_part
 from rft.ground.experience import Experience
 
 PENALTY = {"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.2}}
@@ -312,7 +312,7 @@ def test_the_reward_is_that_of_the_last_trained_token() -> None:
 def test_scores_travel_and_are_cut_like_every_other_field() -> None:
     (stacked,) = stack(credit.rows(credit.judge(experiences(), "ppo", {}), "token-mean"), 1, 12, 2)
     part = [one.packed() for one in stacked]
-    told = [one.packed() for one in decode_part(encode_part(stacked))]
+    told = list(Microbatches(encode_part(stacked)))
     for sent, received in zip(part, told, strict=True):
         assert sent.scores.keys() == received.scores.keys() == {"reward"}
         assert np.array_equal(sent.scores["reward"], received.scores["reward"])

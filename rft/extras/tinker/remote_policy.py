@@ -13,7 +13,7 @@ step are saved once, however often they are asked for.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ import torch
 from rft.algorithm.fields import Fields
 from rft.config import ModelConfig, OptimizerConfig
 from rft.data.packing import Packed, Stacked
+from rft.data.wire import Microbatches, encode_part
 from rft.extras.tinker.service import Service
 from rft.ground.names import read_hf_config
 from rft.megatron.schedule import learning_rate
@@ -52,9 +53,9 @@ class LocalMesh:
     def gather(self, item: Any) -> list[Any]:
         return [item]
 
-    def scatter_parts(self, parts: "list[list[Stacked]] | None") -> "list[Packed]":
+    def scatter_parts(self, parts: "Sequence[list[Stacked]] | None") -> Microbatches:
         assert parts is not None and len(parts) == 1
-        return [stacked.packed() for stacked in parts[0]]
+        return Microbatches(encode_part(parts[0]))
 
     def reduce(self, sums: Any, maxima: Any) -> None:
         """They are whole already."""
@@ -126,7 +127,7 @@ class RemotePolicy:
             self._training = self.service.answer(request, f"going on from {state}")
         self.step = step
 
-    def score(self, part: list[Packed], trained_only: bool = False) -> list[np.ndarray]:
+    def score(self, part: Sequence[Packed], trained_only: bool = False) -> list[np.ndarray]:
         """The log-probability of every label, one array [T] per microbatch."""
         request = self._training.forward(list(datums(part)), "cross_entropy")
         outputs = self.service.answer(request, "forward").loss_fn_outputs
@@ -134,7 +135,7 @@ class RemotePolicy:
 
     def train_step(
         self,
-        part: list[Packed],
+        part: Sequence[Packed],
         token_loss: "TokenLoss",
         before_update: Callable[[], None],
         last: bool = True,
@@ -155,7 +156,7 @@ class RemotePolicy:
         return metrics | norm | {"lr": rate, "skipped": float(not finite)}
 
     def _derived(
-        self, part: list[Packed], logprobs: list[np.ndarray], token_loss: "TokenLoss"
+        self, part: Sequence[Packed], logprobs: list[np.ndarray], token_loss: "TokenLoss"
     ) -> tuple[dict[str, float], list[np.ndarray]]:
         """The loss's metrics, and for every token minus its derivative by the token's
         log-probability.
@@ -169,7 +170,7 @@ class RemotePolicy:
         return totals.reduce(self.mesh), weights  # type: ignore[arg-type]
 
     def _update(
-        self, part: list[Packed], weights: list[np.ndarray], rate: float
+        self, part: Sequence[Packed], weights: list[np.ndarray], rate: float
     ) -> dict[str, float]:
         """Both requests are sent at once: the service does them in their order, without a turn
         between them.
@@ -236,7 +237,7 @@ class RemoteReference:
         base = service.client.create_sampling_client(base_model=str(service.config.base_model))
         self._sampling = service.answer(base, "opening the reference model")
 
-    def score(self, part: list[Packed], trained_only: bool = False) -> list[np.ndarray]:
+    def score(self, part: Sequence[Packed], trained_only: bool = False) -> list[np.ndarray]:
         from tinker import ModelInput
 
         requests = [
@@ -252,7 +253,7 @@ class RemoteReference:
         """The session is the policy's."""
 
 
-def sequences(part: list[Packed]) -> Iterator[tuple[np.ndarray, tuple[int, slice]]]:
+def sequences(part: Sequence[Packed]) -> Iterator[tuple[np.ndarray, tuple[int, slice]]]:
     """Ids of every sequence, and where its predicted tokens lie: the
     microbatch, and a slice of its arrays.
     """
@@ -263,7 +264,7 @@ def sequences(part: list[Packed]) -> Iterator[tuple[np.ndarray, tuple[int, slice
             yield packed.tokens[start:stop], (number, slice(start, stop - 1))
 
 
-def datums(part: list[Packed], weights: list[np.ndarray] | None = None) -> "Iterator[Datum]":
+def datums(part: Sequence[Packed], weights: list[np.ndarray] | None = None) -> "Iterator[Datum]":
     """One per sequence, in order: all tokens but the last as
     input, all but the first as targets.
     """
@@ -288,7 +289,7 @@ def datums(part: list[Packed], weights: list[np.ndarray] | None = None) -> "Iter
         )
 
 
-def aligned(part: list[Packed], found: list[np.ndarray]) -> list[np.ndarray]:
+def aligned(part: Sequence[Packed], found: list[np.ndarray]) -> list[np.ndarray]:
     """What was told of every sequence, in the places of its microbatch; 0 elsewhere."""
     arrays = [np.zeros(packed.length, dtype=np.float32) for packed in part]
     for values, (_, (number, where)) in zip(found, sequences(part), strict=True):
