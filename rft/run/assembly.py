@@ -26,6 +26,7 @@ from rft.data.packing import Cost, PackingPolicy
 from rft.data.supervised import SupervisedRows
 from rft.data.updates import UpdateRule
 from rft.ground.experience import EvalResult
+from rft.ground.families import num_experts
 from rft.ground.protocols import TrainerMesh
 from rft.monitor import trace
 from rft.monitor.metrics import Speed
@@ -291,6 +292,7 @@ def build_feed(config: Config, mesh: TrainerMesh, models: Models, tokenizer: Any
         int(config.model.max_response_tokens or 1),
         experts(config, tokenizer) if lead else None,
         rule_of(config),
+        config.trainer.router_replay and num_experts(models.policy.hf_config) > 0,
     )
 
 
