@@ -166,7 +166,7 @@ class CheckpointManager:
         """
         restore.prepare(self.storage, self.ranks)
         layout, path = self.about.get("layout"), self.trainer.resume_from_path
-        found = restore.load(self.storage, self.ranks, policy, layout, self._states.look())
+        found = restore.load(self.storage, self.ranks, policy, layout, memory=self._states.look())
         if found is None and path:
             return {"step": restore.adopt(path, self.ranks, policy, layout)["step"]}
         if found is None:
