@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench import report
 from bench.loop_runs import REPEATS, TASKS, Measured, Sizes
 
 # the quickest of all settings, and of those with fp32 weights: ours keeps fp32 masters
@@ -20,7 +21,7 @@ TRL, TRL_PRECISE = "trl", "trl, as precise"
 PRECISE = ("mixed", "fp32")
 SCRIPT = Path(__file__).with_name("loop_trl.py")
 SIZES, FIRST_SIZE = (16, 64, 128), 32  # rows of a microbatch
-SETTINGS = tuple((threads, weights) for threads in (1, 2) for weights in ("mixed", "fp32", "bf16"))
+WEIGHTS = ("mixed", "fp32", "bf16")  # the others compute in bf16, which not every core multiplies
 TRY_TOKENS = 64  # of a response, at most: in longer ones no setting gains on another
 PATIENCE = 2.0  # a setting whose first step takes so many times the best is given up
 ANSWER_S = 1800.0
@@ -76,7 +77,12 @@ class Trl:
         sizes = replace(sizes, tokens=min(sizes.tokens, TRY_TOKENS))
         said: list[str] = []
         found: list[tuple[float, dict[str, Any]]] = []
-        firsts = [{"threads": t, "weights": w, "size": FIRST_SIZE} for t, w in SETTINGS]
+        kinds = WEIGHTS if report.cpu_dtype() == "bf16" else ("fp32",)
+        firsts = [
+            {"threads": threads, "weights": weights, "size": FIRST_SIZE}
+            for threads in (1, 2)
+            for weights in kinds
+        ]
         self.ask(sizes, 1, firsts[0])
         for setting in firsts:
             self._try(sizes, steps, setting, found, said)

@@ -159,6 +159,7 @@ def _row(experience: Experience, advantage: float, weight: float) -> Row:
         weight=trained * np.float32(weight),
         temperature=experience.temperature,
         group=experience.group,
+        routes=experience.routed_experts and experience.routed_experts.array(length),
     )
 
 

@@ -11,8 +11,9 @@ when the trainer dies.
 
 In: `CheckpointSettings`, then `Begin`/`Window` messages; the bytes lie in shared memory (memfd)
 inherited by descriptor. Out: files, reports. No torch, no process group, no import of the training
-side. Invariant: what was staged (its last `Window` received) is written and committed also when
-the trainer is gone, within `deadline_s`; then this process ends.
+side. Invariants: what was staged (its last `Window` received) is written and committed also when
+the trainer is gone, within `deadline_s`; then this process ends, or rests, where it keeps a state
+in memory (`rft.checkpoint.memory`). A slot that is kept has its bytes until it is released.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from rft.checkpoint import fence
+from rft.checkpoint import fence, memory
 from rft.checkpoint.commit import Committer, abandon, clear
 from rft.checkpoint.records import (
     Beat,
@@ -48,6 +49,8 @@ from rft.checkpoint.records import (
     NotKept,
     Output,
     Ready,
+    Receipt,
+    Release,
     SaveFailed,
     Window,
 )
@@ -85,6 +88,9 @@ class Agent:
         self.doing = ("waiting", time.monotonic(), True)
         self._writers: dict[str, Writer] = {}
         self._kept: VersionKeeper | None = None  # from the first version on
+        self._states: dict[str, tuple[Receipt, int]] = {}  # kept, by save: what, in which slot
+        self._released: set[str] = set()  # saves that were, before they could be kept
+        self._is_closed = False
         self._exports: dict[str, threading.Thread] = {}  # by name of the checkpoint that is read
         self._exported: set[str] = set()
         self._exporters: set[subprocess.Popen[bytes]] = set()
@@ -103,6 +109,10 @@ class Agent:
             self._give_up(writer, f"rank {self.settings.rank} ended before this save was staged")
         self.to_watch.put(None)
         watcher.join()
+        if self._states and not self._is_closed:
+            self._now("keeping a state in memory", True)
+            self.orphaned_at = None  # from here on it has a deadline of its own
+            memory.Resting(self.settings, list(self._states.values())).serve()
 
     def _read(self) -> None:
         while (message := self.wire.receive()) is not None and not isinstance(message, Close):
@@ -113,9 +123,13 @@ class Agent:
                 self._exports[message.name] = threading.Thread(target=self._export, args=(message,))
                 self._exports[message.name].start()
                 continue
+            if isinstance(message, Release):
+                self._release(message.id)
+                continue
             if isinstance(message, Drop):
                 self._free_dropped(message.id)
             self.inbox.put(message)
+        self._is_closed = isinstance(message, Close)
         self.orphaned_at = time.monotonic()
         self.inbox.put(None)
 
@@ -156,6 +170,29 @@ class Agent:
         for window in dropped:
             self.wire.send(Freed(id=identity, slot=window.slot))
 
+    def _release(self, identity: str) -> None:
+        with self._lock:
+            kept = self._states.pop(identity, None)
+            if kept is None:
+                self._released.add(identity)
+        if kept is not None:
+            self.wire.send(Freed(id=identity, slot=kept[1]))
+
+    def _keep_state(self, writer: Writer, window: Window) -> bool:
+        """Whether its slot stays taken: it is this rank's part of a state."""
+        kept = writer.begin.kept
+        if kept is None or kept.bytes != window.stop or window.slot < 0:
+            return False
+        data = memoryview(self.slots[window.slot])[: kept.bytes]
+        self._now(f"hashing step {writer.begin.step}")
+        receipt = memory.receipt_of(self.settings, writer.begin, kept, writer.chunks, data)
+        with self._lock:
+            if writer.begin.id in self._released:
+                self._released.remove(writer.begin.id)
+                return False
+            self._states[writer.begin.id] = receipt, window.slot
+            return True
+
     def _take(self, window: Window) -> bool:
         """May the main thread read this window's slot? From then on it is not given back until it
         was written.
@@ -177,9 +214,13 @@ class Agent:
         elif self._take(message):
             if writer is not None:
                 self._write(writer, message)
-            self.wire.send(Freed(id=message.id, slot=message.slot))
+            if writer is None or not self._keep_state(writer, message):
+                self.wire.send(Freed(id=message.id, slot=message.slot))
 
     def _write(self, writer: Writer, message: Window) -> None:
+        if not writer.begin.outputs:
+            del self._writers[message.id]
+            return
         self._now("waiting for other ranks to write", True)
         try:
             with self.gate.passed(), trace.span("write", step=writer.begin.step):

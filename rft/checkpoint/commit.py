@@ -175,10 +175,13 @@ class Committer:
             )
         if self.orphaned():
             control = Path(self.settings.control)
+            at_rest = {path.name for path in fence.resting(control)}  # these write nothing more
             dead = [
                 r
-                for r in missing
-                if not durable.is_locked(fence.lock_path(control, self.settings.epoch, r))
+                for r, lock in (
+                    (r, fence.lock_path(control, self.settings.epoch, r)) for r in missing
+                )
+                if lock.name in at_rest or not durable.is_locked(lock)
             ]
             # a receipt may have come just before its agent went
             now = set(self.storage.list(draft.output.draft))

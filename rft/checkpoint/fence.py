@@ -2,8 +2,11 @@
 
     <control>/epochs/<n>            taken by exclusive creation: two attempts never share a number
     <control>/agents/e<n>-r<rank>   locked (flock) by the agent of that rank for as long as it lives
+    <control>/states/<host>/e<n>-r<rank>    there while it rests: its rank is gone, it writes
+                                    nothing more, and has a state in memory
+    <control>/states/over           the newest attempt that no other will follow
 
-A new attempt waits, within bounds, for the agents of older ones to finish what they hold, then
+A new attempt waits, within bounds, for the agents of older ones to finish what they write, then
 takes its epoch, then moves their drafts away. That order is the fence: an old agent that was paused
 over all of it finds its draft gone, for publishing is a rename of the draft; whatever it creates
 afterwards is checked against the newer epoch before it is published.
@@ -12,6 +15,7 @@ afterwards is checked against the newer epoch before it is published.
 import contextlib
 import os
 import re
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +24,8 @@ from rft.ground import durable
 
 NUMBER = re.compile(r"[1-9]\d{0,17}", re.ASCII)
 LOOK_S = 0.05  # between looks at locks; nothing tells when another process's lock goes
+# locks of who starts ranks again, below the control directory and beside it
+OWNER, SIDECAR = "owners/trainer", "sidecar.lock"
 
 
 def control_dir(job: Path) -> Path:
@@ -86,13 +92,48 @@ def living_agents(control: Path) -> list[Path]:
     )
 
 
+def state_path(control: Path, epoch: int, rank: int) -> Path:
+    """The socket of that rank's agent on this host, once it rests."""
+    return control / "states" / socket.gethostname() / lock_path(control, epoch, rank).name
+
+
+def resting(control: Path) -> list[Path]:
+    """Sockets of agents that rest, of all hosts; of one that was killed it is still there."""
+    return sorted((control / "states").glob("*/e*-r*"))
+
+
+def end_rest(control: Path) -> None:
+    """No attempt follows the newest one: who keeps a state for it may end."""
+    directory = control / "states"
+    if directory.is_dir():  # else nobody has ever rested here
+        with contextlib.suppress(OSError):  # a full disk; they end with their owner
+            durable.put(directory / "over", str(newest_epoch(control)))
+
+
+def is_over(control: Path, epoch: int) -> bool:
+    """Whether it was said that no attempt follows `epoch`."""
+    over = control / "states" / "over"
+    return over.exists() and epoch <= int(over.read_text(encoding="ascii"))
+
+
+def is_owned(control: Path) -> bool:
+    """Whether somebody lives who may start ranks again."""
+    return durable.is_locked(control / OWNER) or durable.is_locked(control.parent / SIDECAR)
+
+
+def busy_agents(control: Path) -> list[Path]:
+    """Locks of the agents that live and do not rest."""
+    at_rest = {path.name for path in resting(control)}
+    return [path for path in living_agents(control) if path.name not in at_rest]
+
+
 def await_agents(control: Path, deadline_s: float, say: Callable[[str], None]) -> list[Path]:
-    """Wait until no agent of an earlier attempt lives; returns those
-    that are still there at the deadline.
+    """Wait until no agent of an earlier attempt writes any more; returns those that still do at the
+    deadline.
     """
     end = time.monotonic() + deadline_s
     announced = False
-    while (alive := living_agents(control)) and time.monotonic() < end:
+    while (alive := busy_agents(control)) and time.monotonic() < end:
         if not announced:
             say(
                 f"waiting up to {deadline_s:g} s for {len(alive)} agent(s) of the last attempt to "
@@ -100,7 +141,9 @@ def await_agents(control: Path, deadline_s: float, say: Callable[[str], None]) -
             )
             announced = True
         time.sleep(LOOK_S)
-    for path in (control / "agents").glob("e*-r*"):
-        if path not in alive:
-            path.unlink(missing_ok=True)
+    there = living_agents(control)
+    names = {path.name for path in there}
+    left = [path for path in (control / "agents").glob("e*-r*") if path not in there]
+    for path in (*left, *(path for path in resting(control) if path.name not in names)):
+        path.unlink(missing_ok=True)
     return alive

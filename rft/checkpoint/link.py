@@ -30,6 +30,7 @@ from rft.checkpoint.records import (
     Freed,
     NotKept,
     Ready,
+    Release,
     Report,
     SaveFailed,
     Window,
@@ -60,6 +61,7 @@ class TrackedSave:
     windows: dict[int, Window] = field(default_factory=dict)  # by start
     freed_any: bool = False
     written: bool = False  # the last window came back: the receipt is durable
+    released: bool = False  # what was kept of it in memory is not needed any more
     dropped: str = ""  # why it was given up
     failed: bool = False  # and reported, for it was never staged as a whole
     deaths: int = 0  # of agents that had it
@@ -144,6 +146,14 @@ class Link:
             self._outbox.send(Drop(id=identity, why=why))
         if save.failed:
             self._on_report(SaveFailed(id=identity, step=save.begin.step, cause=why))
+
+    def release(self, identity: str) -> None:
+        """The slot of a save that was kept in memory comes back, once it is written."""
+        with self._lock:
+            save = self._saves.get(identity)
+            if save is not None:
+                save.released = True
+                self._outbox.send(Release(id=identity))
 
     def export(self, message: Export) -> None:
         with self._lock:
@@ -238,10 +248,14 @@ class Link:
                 save.freed_any = save.freed_any or bool(gone)
                 for start in gone:
                     del save.windows[start]
+                if not save.windows and not save.begin.outputs:
+                    del self._saves[report.id]
             elif isinstance(report, SaveFailed) or (
                 isinstance(report, Committed | NotKept) and not self._is_open(save, report)
             ):
-                del self._saves[report.id]
+                save.begin.outputs.clear()
+                if not save.windows or save.begin.kept is None:  # else it is in memory still
+                    del self._saves[report.id]
             return not (save.failed and isinstance(report, SaveFailed))
 
     @staticmethod
@@ -301,7 +315,8 @@ class Link:
         ]
         for save in self._saves.values():
             begin = save.begin
-            lost += [SaveFailed(id=begin.id, step=begin.step, cause=BROKEN)] * (not save.failed)
+            if begin.outputs and not save.failed:
+                lost.append(SaveFailed(id=begin.id, step=begin.step, cause=BROKEN))
             lost += [Freed(id=begin.id, slot=window.slot) for window in save.windows.values()]
         self._exports.clear()
         self._saves.clear()
@@ -332,6 +347,8 @@ class Link:
             self._outbox.send(Window(id=begin.id, slot=NO_SLOT, start=end, stop=end, last=True))
         for _, window in sorted(save.windows.items()):
             self._outbox.send(window)
+        if save.released:
+            self._outbox.send(Release(id=begin.id))
         return []
 
     def _watchdog(self) -> None:
@@ -370,3 +387,30 @@ class Link:
             elif self.state in ("silent", "stalled"):
                 log.warning("checkpoint agent of rank %d is back", self.settings.rank)
             self.state = state
+
+
+@dataclass
+class SaveMessages:
+    """What the agent is told of one save, by the thread that copies: an agent that does not listen
+    must not hold up the training.
+    """
+
+    link: Link
+    begin: Begin
+    staged: Callable[[Begin], None]
+    _begun: bool = False
+
+    def window(self, message: Window) -> None:
+        self._begin()
+        self.link.window(message)
+        if message.last:
+            self.staged(self.begin)
+
+    def drop(self, identity: str, why: str) -> None:
+        self._begin()
+        self.link.drop(identity, why)
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self.link.begin(self.begin)

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from rft.checkpoint import catalog, commit, restore, sharding
-from rft.checkpoint.link import AGENT, Link
+from rft.checkpoint.kept import KeptStates
+from rft.checkpoint.link import AGENT, Link, SaveMessages
 from rft.checkpoint.records import (
     Begin,
     CheckpointSettings,
@@ -37,10 +38,16 @@ from rft.checkpoint.records import (
     Report,
     Retention,
     SaveFailed,
-    Window,
 )
 from rft.checkpoint.sharding import Claim, claim_of
-from rft.checkpoint.stager import Slot, SlotPool, Stager, StagingTuner, slot_size, windows_of
+from rft.checkpoint.stager import (
+    Slot,
+    SlotPool,
+    Stager,
+    StagingTuner,
+    slot_size,
+    windows_of,
+)
 from rft.checkpoint.storage import VERSIONS, WEIGHTS, open_storage
 from rft.config import TrainerConfig
 from rft.ground import host_memory
@@ -90,30 +97,6 @@ class Status:
     versions_bytes: int = 0  # of all that were kept, on disk
 
 
-@dataclass
-class SaveMessages:
-    """What the agent is told of one save, by the thread that copies: an agent that does not listen
-    must not hold up the training.
-    """
-
-    link: Link
-    begin: Begin
-    _begun: bool = False
-
-    def window(self, message: Window) -> None:
-        self._begin()
-        self.link.window(message)
-
-    def drop(self, identity: str, why: str) -> None:
-        self._begin()
-        self.link.drop(identity, why)
-
-    def _begin(self) -> None:
-        if not self._begun:
-            self._begun = True
-            self.link.begin(self.begin)
-
-
 class CheckpointManager:
     """One per rank.
 
@@ -147,11 +130,13 @@ class CheckpointManager:
         # step of the newest checkpoint that this process has loaded or seen committed
         self.newest: int | None = None
         self.requested: int | None = None  # step of the last save or load
+        self.read = (0, 0.0)  # bytes that were loaded from memory, and seconds
         self.scores: dict[int, float] = {}
         self.needed = 0  # the oldest version that an experience which may be trained is of
         # told by the link's thread, after everything else
         self.hear: Callable[[Report], None] = lambda report: None
         self._agent = agent
+        self._states = KeptStates(self.control, ranks, trainer.memory_interval > 0)
         self._saves = 0
         self._outcomes: dict[str, SaveOutcome] = {}
         # directories that are being written, and when they were last heard of
@@ -162,22 +147,37 @@ class CheckpointManager:
         self._tuner = StagingTuner(self.config.staging)
         self._link: Link | None = None
 
+    @property
+    def remembered(self) -> int | None:
+        """Step of the last save or load of memory."""
+        return self._states.remembered
+
+    @property
+    def in_memory(self) -> int | None:
+        """Step of the newest state that is kept in memory."""
+        return self._states.newest
+
     def load(self, policy: Snapshotable) -> dict[str, Any] | None:
-        """Restore the newest good checkpoint; its loop state, or None when there never was one.
+        """Restore the newest state, from memory or disk; its loop state, or None when there never
+        was one.
 
         A job without any begins from `trainer.resume_from_path`, at that step, and with nothing
         else of the loop it is from. See `rft.checkpoint.restore`.
         """
         restore.prepare(self.storage, self.ranks)
         layout, path = self.about.get("layout"), self.trainer.resume_from_path
-        loop = restore.load(self.storage, self.ranks, policy, layout)
-        if loop is None and path:
+        found = restore.load(self.storage, self.ranks, policy, layout, memory=self._states.look())
+        if found is None and path:
             return {"step": restore.adopt(path, self.ranks, policy, layout)["step"]}
-        if loop is None:
+        if found is None:
             return None
-        self.newest = self.requested = loop["step"]
-        self.scores = restore.scores_of(loop)
-        return loop
+        self.newest = found.on_disk
+        self.requested = found.loop["step"] if found.is_on_disk else None
+        self.read = found.read
+        if found.identity:
+            self._states.resumed(found.identity, found.loop["step"])
+        self.scores = restore.scores_of(found.loop)
+        return found.loop
 
     def _loaded(self, step: int) -> set[str]:
         """Name of a committed checkpoint that an earlier attempt has written."""
@@ -199,10 +199,21 @@ class CheckpointManager:
         size = slot_size(total, self.config.host_memory_gb)
         windows = windows_of(self._plan.regions, size, total)
         kept = sharding.extent(self._plan.weight_regions) if self.config.versions != "none" else 0
-        self._check_memory(2 * size + kept, free)
+        inherited = self._states.take_over(self._plan.regions, size)
+        self._check_memory(kept if inherited else 2 * size + kept, free)
+        if self.trainer.memory_interval and len(windows) > 1:
+            raise ValueError(
+                f"trainer.memory_interval={self.trainer.memory_interval} keeps this rank's whole "
+                f"part in memory, {total / 1e9:.3f} GB, and trainer.checkpoint.host_memory_gb="
+                f"{self.config.host_memory_gb:g} has no room for two: set at least "
+                f"{2 * slot_size(total, None) / 1e9:.3f}, or trainer.memory_interval=0"
+            )
         patience_s = min(self.config.staging_patience_s, self.config.agent_deadline_s)
+        descriptors = inherited.slots if inherited else [None, None]
         slots = SlotPool(
-            [Slot(number, size, self.device) for number in range(2)], patience_s, self._idle_s
+            [Slot(number, size, self.device, held) for number, held in enumerate(descriptors)],
+            patience_s,
+            self._idle_s,
         )
         self._stager = Stager(
             slots, self._plan.regions, windows, self.device.copier(), self.config.agent_deadline_s
@@ -227,6 +238,9 @@ class CheckpointManager:
             self.log_dir / f"checkpoint_agent_{self.ranks.rank}.log" if self.log_dir else None
         )
         self._link = Link(settings, self._hear, log_path, self._agent, patience_s=patience_s)
+        if inherited is not None:
+            slots.take(inherited.slot)
+        self._states.start(self._link, inherited)
         log.info(
             "checkpoints: %.3f GB per save of this rank, 2 slots of %.3f GB",
             total / 1e9,
@@ -274,9 +288,10 @@ class CheckpointManager:
         full: bool = True,
         weights: bool = False,
         version: bool = False,
+        memory: bool = False,
     ) -> bool:
-        """Begin to save `step`: everything (`full`), the model alone, for engines (`weights`) or to
-        be kept as a `version`, or some of these of one staging.
+        """Begin to save `step`: everything (`full`, or in `memory` alone), the model alone, for
+        engines (`weights`) or to be kept as a `version`, or some of these of one staging.
 
         Returns at once unless staging is eager; False if the save was skipped because both slots
         are in use.
@@ -292,6 +307,7 @@ class CheckpointManager:
         # JSON has no other keys
         scores = {str(scored): value for scored, value in self.scores.items()}
         lead = self.ranks.rank == 0
+        whole = full or memory
         begin = Begin(
             id=identity,
             step=step,
@@ -300,23 +316,35 @@ class CheckpointManager:
             local=snapshot.local,
             loop=loop | {"step": step, "scores": scores} if lead else None,
             about=self.about if lead else None,
+            kept=self._states.kept(self._plan.regions, self._plan.layout) if whole else None,
         )
         self.requested = step if full else self.requested
+        self._states.remembered = step if whole else self._states.remembered
         with self._changed:
             for outcome in self._outcomes.values():
                 outcome.is_repeated |= outcome.step == step and bool(outcome.cause)
-            self._outcomes[identity] = SaveOutcome(step, {output.collection for output in outputs})
+            if outputs:
+                self._outcomes[identity] = SaveOutcome(step, {one.collection for one in outputs})
         self._stager.await_done()
-        messages = SaveMessages(self._link, begin)
+        self._states.release()
+        messages = SaveMessages(self._link, begin, self._states.staged)
         # engines wait for weights: these are never given up
-        if not weights and not self._make_room(messages):
+        if outputs and not weights and not self._make_room(messages):
             return False
         tensors = [snapshot.pieces[position].tensor for position in self._plan.order]
-        windows = None if full else self._model_windows
-        self._stager.start(identity, tensors, messages.window, messages.drop, windows)
+        windows = None if whole else self._model_windows
+        patience_s = None if outputs else self._states.patience_s(self._writing())
+        self._stager.start(
+            identity, tensors, messages.window, messages.drop, windows, patience_s=patience_s
+        )
         if self._tuner.next() == "eager":
             self._stager.await_copies()
         return True
+
+    def _writing(self) -> set[str]:
+        """Saves of which something is to be committed."""
+        with self._changed:
+            return {key for key, outcome in self._outcomes.items() if outcome.open}
 
     def _output(self, step: int, identity: str, collection: str) -> Output:
         draft, final = commit.names_of(self.storage, collection, step, identity)
@@ -352,7 +380,8 @@ class CheckpointManager:
         that still queues.
         """
         assert self._link is not None
-        if self._stager.slots.is_free() or self.config.when_busy == "wait":
+        released_s = self._states.patience_s(self._writing())
+        if self.config.when_busy == "wait" or self._stager.slots.is_free(released_s):
             return True
         begin = messages.begin
         if self.config.when_busy == "newest_wins":
@@ -455,16 +484,20 @@ class CheckpointManager:
 
     def metrics(self) -> dict[str, float]:
         assert self._link is not None
-        return {
-            "checkpoint/committed": self.status.committed,
-            "checkpoint/failed": self.status.failed,
-            "checkpoint/skipped": self.status.skipped,
-            "checkpoint/commit_s": self.status.seconds,
-            "checkpoint/copy_s": self._stager.current.seconds,
-            "checkpoint/agent_deaths": self._link.deaths,
-            "checkpoint/agent_ok": float(self._link.state == "ready"),
-            "checkpoint/bytes": self.status.bytes,
-        } | self._version_metrics()
+        return (
+            {
+                "checkpoint/committed": self.status.committed,
+                "checkpoint/failed": self.status.failed,
+                "checkpoint/skipped": self.status.skipped,
+                "checkpoint/commit_s": self.status.seconds,
+                "checkpoint/copy_s": self._stager.current.seconds,
+                "checkpoint/agent_deaths": self._link.deaths,
+                "checkpoint/agent_ok": float(self._link.state == "ready"),
+                "checkpoint/bytes": self.status.bytes,
+            }
+            | self._states.metrics()
+            | self._version_metrics()
+        )
 
     def _version_metrics(self) -> dict[str, float]:
         if self.config.versions == "none":
@@ -479,6 +512,7 @@ class CheckpointManager:
         """The agent finishes what it has, without us if it takes longer."""
         if self._link is not None:
             try:
+                self._states.end_resting()
                 self._stager.await_done()
             finally:
                 self._link.close(deadline_s)
@@ -497,6 +531,9 @@ class CheckpointManager:
             with self._changed:
                 if report.target in self._exports:
                     self._exports[report.target] = time.monotonic()
+            return
+        if isinstance(report, SaveFailed) and report.id not in self._outcomes:
+            self._states.skip(report)
             return
         with self._changed:
             if isinstance(report, Committed):

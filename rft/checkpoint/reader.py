@@ -13,7 +13,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from math import prod
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -349,32 +349,27 @@ class Bases:
             there.files.close()
 
 
-class Checkpoint:
-    """A committed directory, opened: manifest and receipts are verified, bytes are when they are
-    read.
+class RankBytes(Protocol):
+    """The bytes of one rank, verified as they are read. Raises Damaged or StorageUnreachable."""
 
-    What the medium does not give is tried again for `patience_s` seconds each time, then it raises
-    StorageUnreachable.
-    """
+    bytes: int
 
-    def __init__(self, storage: Storage, path: str, patience_s: float = 0.0):
-        there = SealedDirectory(storage, path, patience_s)
-        self.path, self.where, self.manifest = path, there.where, there.manifest
-        self._files = there.files
-        world, collection = self.manifest.world, path.rpartition("/")[0]
-        self.receipts = [there.receipt(rank) for rank in range(world)]
-        if sum(receipt.bytes for receipt in self.receipts) != self.manifest.bytes:
-            raise Damaged(f"{self.where}: the receipts vouch for other bytes than {MANIFEST}")
-        self._bases = Bases(storage, collection, patience_s)
+    def read(self, start: int, count: int) -> bytearray | memoryview: ...
+
+
+class Pieces:
+    """What ranks have stored of tensors, in any cut. `where`: of messages."""
+
+    def __init__(
+        self, where: str, receipts: list[Receipt], open_file: Callable[[Receipt], RankBytes]
+    ):
+        self.where, self.receipts = where, receipts
         self._sound: set[str] = set()  # keys whose pieces fit together
-        self._pieces: dict[str, list[tuple[RankFile, Region]]] = defaultdict(list)
-        for receipt in self.receipts:
-            file = self._file(receipt)
+        self._pieces: dict[str, list[tuple[RankBytes, Region]]] = defaultdict(list)
+        for receipt in receipts:
+            file = open_file(receipt)
             for region in receipt.regions:
                 self._pieces[region.key].append((file, region))
-
-    def _file(self, receipt: Receipt) -> RankFile:
-        return RankFile(self._files, receipt, self._bases.file)
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -409,13 +404,14 @@ class Checkpoint:
                 "with, or another name"
             )
 
-    def elements(self, claim: Claim) -> np.ndarray:
-        """The claimed elements, flat, as unsigned integers of the dtype's width.
+    def elements(self, claim: Claim, out: np.ndarray | None = None) -> np.ndarray:
+        """The claimed elements, flat, as unsigned integers of the dtype's width; in `out`, where
+        that is given.
 
         Raises Damaged or StorageUnreachable.
         """
         width = ITEM_BYTES[claim.dtype]
-        out = np.empty(claim.bytes // width, dtype=f"<u{width}")
+        out = np.empty(claim.bytes // width, dtype=f"<u{width}") if out is None else out
         filled = 0
         for target in boxes(claim):
             view = out[target.start : target.start + prod(target.shape)].reshape(target.shape)
@@ -435,6 +431,47 @@ class Checkpoint:
             self._check_coverage([(file.bytes, region) for file, region in found])
             self._sound.add(key)
         return found
+
+    def _check_coverage(self, placed: list[tuple[int, Region]] | None = None) -> None:
+        """`placed`: (bytes of its file, region); default: all regions."""
+        if placed is None:
+            placed = [(one.bytes, region) for one in self.receipts for region in one.regions]
+        try:
+            for size, region in placed:
+                check_place(region, size)
+            check_coverage(region for _, region in placed)
+        except CoverageError as error:
+            raise Damaged(f"{self.where}: {error}") from error
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class Checkpoint(Pieces):
+    """A committed directory, opened: manifest and receipts are verified, bytes are when they are
+    read.
+
+    What the medium does not give is tried again for `patience_s` seconds each time, then it raises
+    StorageUnreachable.
+    """
+
+    def __init__(self, storage: Storage, path: str, patience_s: float = 0.0):
+        there = SealedDirectory(storage, path, patience_s)
+        self.path, self.manifest, self._files = path, there.manifest, there.files
+        world, collection = self.manifest.world, path.rpartition("/")[0]
+        receipts = [there.receipt(rank) for rank in range(world)]
+        if sum(receipt.bytes for receipt in receipts) != self.manifest.bytes:
+            raise Damaged(f"{there.where}: the receipts vouch for other bytes than {MANIFEST}")
+        self._bases = Bases(storage, collection, patience_s)
+        super().__init__(there.where, receipts, self._file)
+
+    def _file(self, receipt: Receipt) -> RankFile:
+        return RankFile(self._files, receipt, self._bases.file)
 
     def whole(self, key: str) -> np.ndarray:
         """A whole tensor, in its shape, as unsigned integers."""
@@ -465,34 +502,16 @@ class Checkpoint:
             if receipt.file == file:
                 self._file(receipt).chunk(chunk)
 
-    def _check_coverage(self, placed: list[tuple[int, Region]] | None = None) -> None:
-        """`placed`: (bytes of its file, region); default: all regions."""
-        if placed is None:
-            placed = [(one.bytes, region) for one in self.receipts for region in one.regions]
-        try:
-            for size, region in placed:
-                check_place(region, size)
-            check_coverage(region for _, region in placed)
-        except CoverageError as error:
-            raise Damaged(f"{self.where}: {error}") from error
-
     def files(self) -> Iterator[RankFile]:
-        return iter(
-            {id(file): file for found in self._pieces.values() for file, _ in found}.values()
-        )
+        held = {id(file): file for found in self._pieces.values() for file, _ in found}
+        return iter(cast(list[RankFile], list(held.values())))
 
     def close(self) -> None:
         self._files.close()
         self._bases.close()
 
-    def __enter__(self) -> "Checkpoint":
-        return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-
-def _copy(file: RankFile, region: Region, source: Box, target: Box, view: np.ndarray) -> int:
+def _copy(file: RankBytes, region: Region, source: Box, target: Box, view: np.ndarray) -> int:
     """Copy what `source` and `target` have in common into `view` (of the target's shape); number of
     elements copied.
 

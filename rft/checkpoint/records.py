@@ -182,7 +182,20 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reserve: int = 0  # bytes of disk that versions leave to checkpoints
 
 
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """What is staged stays in its slot, as this rank's part of a state that a restart may go on
+    from. `chunks`: its hashes, where an agent before this one has made them.
+    """
+
+    regions: list[Region]
+    layout: str
+    bytes: int
+    chunks: list[str] = []
+
+
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A save; without `outputs` it is kept in memory alone."""
+
     id: str
     step: int
     outputs: list[Output]
@@ -190,6 +203,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     local: dict[str, bytes]
     loop: dict[str, Any] | None  # rank 0 only, as is the next
     about: dict[str, Any] | None
+    kept: Kept | None = None
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -209,6 +223,14 @@ class Drop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     id: str
     why: str
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What was kept of save `id` is not needed any more; its slot comes back, once it is written.
+    Sent when every rank has staged a newer one.
+    """
+
+    id: str
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -287,7 +309,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_waiting: bool
 
 
-Request = CheckpointSettings | Begin | Window | Drop | Export | Close
+Request = CheckpointSettings | Begin | Window | Drop | Release | Export | Close
 Report = Ready | Freed | Committed | Retained | Exported | Exporting | SaveFailed | NotKept | Beat
 
 _json = msgspec.json.Encoder(order="deterministic")

@@ -1,5 +1,7 @@
 """Fill the training state from the newest good checkpoint, whatever layout wrote it.
 
+    rank 0: a state in memory that is as new as any on disk, and whole ─► every rank reads its part
+                                                           else, or where a rank cannot:
     rank 0: the newest one ─► every rank reads its part ─► rank 0 judges
                  ▲                                           ├─► all is read: loaded
                  └── the one before ── set aside ────────────┼── it finds damage itself
@@ -13,6 +15,7 @@ not give is tried again for PATIENCE_S, then the start is refused.
 
 import logging
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,17 +25,20 @@ import msgspec
 
 from rft.checkpoint import catalog
 from rft.checkpoint.catalog import committed
+from rft.checkpoint.memory import Memory
 from rft.checkpoint.reader import (
     Checkpoint,
     Damaged,
     Found,
     Mismatch,
+    Pieces,
     StorageUnreachable,
     patiently,
 )
 from rft.checkpoint.records import LATEST, MANIFEST, PROBE
 from rft.checkpoint.sharding import Claim, claim_of
 from rft.checkpoint.storage import COLLECTIONS, NotAFile, Storage, open_storage
+from rft.ground.names import ITEM_BYTES
 from rft.ground.protocols import Piece, Snapshotable
 
 if TYPE_CHECKING:
@@ -103,19 +109,37 @@ def prepare(storage: Storage, ranks: "Collective", patience_s: float = PATIENCE_
     _by_first(ranks, lambda: patiently(f"{storage.where} cannot be used", make, patience_s))
 
 
+@dataclass(frozen=True)
+class Restored:
+    """`on_disk`: step of the newest checkpoint there, None without one; `is_on_disk`: it is what
+    was loaded, or the same. `identity`: of the save that was read from memory.
+    """
+
+    loop: dict[str, Any]
+    on_disk: int | None
+    is_on_disk: bool
+    identity: str = ""
+    read: tuple[int, float] = (0, 0.0)  # bytes that this rank took from memory, and seconds
+
+
 def load(
     storage: Storage,
     ranks: "Collective",
     policy: Snapshotable,
     layout: Any,
     patience_s: float = PATIENCE_S,
-) -> dict[str, Any] | None:
-    """Loop state of the checkpoint that was loaded, None when there never was one.
+    memory: Memory | None = None,
+) -> Restored | None:
+    """The newest state, of `memory` or of a checkpoint, was loaded; None when there never was one.
 
     Raises Mismatch, FileNotFoundError or RestoreRefused, the same on every rank.
     """
     candidates = Candidates(storage, patience_s)
     path = _by_first(ranks, candidates.newest)
+    if memory is not None and (
+        found := _from_memory(memory, ranks, policy, layout, lambda: candidates.newest_known)
+    ):
+        return found
     while path is not None:
         part, small, loop = _read(storage, path, ranks, policy, layout, patience_s)
         parts = ranks.gather(msgspec.to_builtins(part))
@@ -124,9 +148,109 @@ def load(
             _take_over(policy, small, f"{storage.where}/{path}", ranks)
             if ranks.rank == 0:
                 log.info("resumed from %s/%s", storage.where, path)
-            return loop
+            return Restored(loop, int(loop["step"]), is_on_disk=True)
         path = following
     return _nothing(storage, candidates.rejected, ranks, patience_s)
+
+
+class Whole(msgspec.Struct, frozen=True):
+    """A state whose parts are all in memory, and what its first rank kept."""
+
+    id: str
+    step: int
+    world: int
+    loop: dict[str, Any]
+    about: dict[str, Any]
+    small: dict[str, bytes]
+    on_disk: int | None
+    is_on_disk: bool
+
+
+def _from_memory(
+    memory: Memory,
+    ranks: "Collective",
+    policy: Snapshotable,
+    layout: Any,
+    newest: "Callable[[], tuple[int, int] | None]",
+) -> Restored | None:
+    """`newest`: rank 0's, (epoch, step) of the newest checkpoint. None: go to the disk."""
+    said = ranks.gather([memory.offers(), _heads(memory)])
+    chosen = _by_first(ranks, lambda: msgspec.to_builtins(_whole(said or [], newest())))
+    if chosen is None:
+        return None
+    whole = msgspec.convert(chosen, Whole)
+    part = ReadReport(host=socket.gethostname())
+    mine = memory.receipts(whole.id)
+    before, count = time.monotonic(), 0
+    try:
+        files = memory.files(whole.id)
+        with Pieces(f"memory of step {whole.step}", mine, lambda one: files[one.rank]) as pieces:
+            count = _read_pieces(pieces, policy)
+    except (Damaged, Mismatch, OSError) as error:
+        part.damage = str(error)
+    read = count, time.monotonic() - before
+    is_same = whole.world == ranks.world and whole.about.get("layout") == layout
+    own = [one.small | one.local for one in mine if one.rank == ranks.rank]
+    if is_same and not own and not part.damage:
+        part.damage = f"the part of rank {ranks.rank} lies on another host"
+    lost = _by_first(ranks, partial(_first_damage, ranks.gather(msgspec.to_builtins(part))))
+    if lost:
+        log.error("the state of step %d is not read from memory: %s", whole.step, lost)
+        return None
+    where = f"the memory of the agents (step {whole.step})"
+    _take_over(policy, own[0] if is_same else whole.small, where, ranks)
+    if ranks.rank == 0:
+        log.info("resumed from %s", where)
+    return Restored(whole.loop, whole.on_disk, whole.is_on_disk, whole.id, read)
+
+
+def _heads(memory: Memory) -> list[Any]:
+    """[id, loop, about, small] of every rank 0's part that is here."""
+    ids = {offer[0] for offer in memory.offers()}
+    return [
+        [one.id, one.loop, one.about, one.small]
+        for identity in ids
+        for one in memory.receipts(identity)
+        if one.rank == 0
+    ]
+
+
+def _whole(said: list[Any], newest: tuple[int, int] | None) -> Whole | None:
+    """The newest state of which every rank's part is somewhere, unless the disk has a newer one."""
+    ranks_of: dict[str, set[int]] = {}
+    known: dict[str, tuple[int, int, int]] = {}
+    heads: dict[str, list[Any]] = {}
+    for offers, told in said:
+        for identity, step, epoch, world, rank in offers:
+            ranks_of.setdefault(identity, set()).add(rank)
+            known[identity] = max(known.get(identity, (0, 0, 0)), (epoch, step, world))
+        heads |= {head[0]: head for head in told}
+    found = [
+        (epoch, step, identity)
+        for identity, (epoch, step, world) in known.items()
+        if ranks_of[identity] == set(range(world))
+    ]
+    if not found or max(found)[:2] < (newest or (0, 0)):
+        return None
+    epoch, step, identity = max(found)
+    _, loop, about, small = heads[identity]
+    return Whole(
+        identity,
+        step,
+        known[identity][2],
+        loop,
+        about,
+        small,
+        None if newest is None else newest[1],
+        newest == (epoch, step),
+    )
+
+
+def _first_damage(said: list[Any]) -> str:
+    for rank, part in enumerate(msgspec.convert(said, list[ReadReport])):
+        if part.damage:
+            return f"rank {rank} on {part.host}: {part.damage}"
+    return ""
 
 
 def adopt(
@@ -240,6 +364,7 @@ class Candidates:
     storage: Storage
     patience_s: float
     rejected: list[str] = field(default_factory=list)
+    newest_known: tuple[int, int] | None = None  # its (epoch, step)
 
     def newest(self) -> str | None:
         """Path of the newest committed checkpoint; those without a
@@ -259,6 +384,7 @@ class Candidates:
         for path in catalog.lost(self.storage):
             self._put_aside(path, f"{self.storage.where}/{path}/{MANIFEST} is missing")
         newest = max(candidates)[2] if candidates else None
+        self.newest_known = max(candidates)[:2] if candidates else None
         if newest and not self.rejected and (doubt := catalog.doubt(self.storage)):
             log.error("%s: %s; the newest is %s", self.storage.where, doubt, newest)
         return newest
@@ -327,11 +453,7 @@ def _read(
     part, small, loop = ReadReport(host=socket.gethostname()), {}, {}
     try:
         with Checkpoint(storage, path, patience_s) as checkpoint:
-            pieces = policy.snapshot().pieces
-            claims = [claim_of(piece) for piece in pieces]
-            checkpoint.check(claims)
-            for piece, claim in zip(pieces, claims, strict=True):
-                _fill(piece, claim, checkpoint)
+            _read_pieces(checkpoint, policy)
             small, loop = _small(checkpoint, ranks, layout), dict(checkpoint.manifest.loop)
     except Mismatch as error:
         part.mismatch = str(error)
@@ -354,15 +476,31 @@ def _small(checkpoint: Checkpoint, ranks: "Collective", layout: Any) -> dict[str
     return mine.small | mine.local
 
 
-def _fill(piece: Piece, claim: Claim, checkpoint: Checkpoint) -> None:
+def _read_pieces(stored: Pieces, policy: Snapshotable) -> int:
+    """Fill this rank's tensors; bytes of that. Raises Mismatch, Damaged or StorageUnreachable."""
+    pieces = policy.snapshot().pieces
+    claims = [claim_of(piece) for piece in pieces]
+    stored.check(claims)
+    for piece, claim in zip(pieces, claims, strict=True):
+        _fill(piece, claim, stored)
+    return sum(claim.bytes for claim in claims)
+
+
+def _fill(piece: Piece, claim: Claim, stored: Pieces) -> None:
+    """Straight into a tensor of host memory; a device, and what is strided, gets a copy."""
     import numpy as np
     import torch
 
     if not claim.bytes:
         return
-    values = torch.from_numpy(checkpoint.elements(claim).view(np.uint8))
+    tensor = piece.tensor.detach()
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        width = ITEM_BYTES[claim.dtype]
+        stored.elements(claim, tensor.view(-1).view(torch.uint8).numpy().view(f"<u{width}"))
+        return
+    values = torch.from_numpy(stored.elements(claim).view(np.uint8))
     with torch.no_grad():
-        piece.tensor.copy_(values.view(piece.tensor.dtype).reshape(piece.tensor.shape))
+        tensor.copy_(values.view(tensor.dtype).reshape(tensor.shape))
 
 
 def _nothing(storage: Storage, rejected: list[str], ranks: "Collective", patience_s: float) -> None:

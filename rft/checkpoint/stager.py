@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+BUSY = "both slots were still being written"
 PAGE = 2**21  # slots are made of whole ones
+RELEASE_S = 0.5  # for an agent that is not busy to give a slot back that was released
 TRIALS = 3  # saves of each kind that `auto` looks at
 
 
@@ -52,12 +54,15 @@ class Slot:
     size.
     """
 
-    def __init__(self, number: int, size: int, device: Device):
+    def __init__(self, number: int, size: int, device: Device, descriptor: int | None = None):
+        """`descriptor`: of a slot that an agent before had; its pages are there already."""
         self.number = number
         self.size = size
         self.device = device
-        self.descriptor = os.memfd_create(f"rft-checkpoint-slot-{number}", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, size)
+        if descriptor is None:
+            descriptor = os.memfd_create(f"rft-checkpoint-slot-{number}", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, size)
+        self.descriptor = descriptor
         self._map = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         if device.pin_memory:
@@ -93,7 +98,7 @@ class SlotPool:
         self._idle_s = idle_s
         self._free = list(slots)
         self._is_overdue = False  # a lease was waited for in vain, and nothing has come back since
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # may be entered twice
 
     def lease(self, deadline_s: float) -> Slot | None:
         with self._changed:
@@ -106,6 +111,15 @@ class SlotPool:
                 self._changed.wait(left)
             return self._free.pop(0)
 
+    def lease_soon(self, within_s: float) -> Slot | None:
+        """Nothing is said of the agent where there is none."""
+        with self._changed:
+            return self._free.pop(0) if self.is_free(within_s) else None
+
+    def take(self, number: int) -> None:
+        """It holds what was staged before this process began."""
+        self._free = [slot for slot in self._free if slot.number != number]
+
     def give_back(self, number: int) -> None:
         with self._changed:
             self._is_overdue = False
@@ -113,9 +127,9 @@ class SlotPool:
                 self._free.append(self.all[number])
             self._changed.notify_all()
 
-    def is_free(self) -> bool:
+    def is_free(self, within_s: float = 0.0) -> bool:
         with self._changed:
-            return bool(self._free)
+            return self._changed.wait_for(lambda: bool(self._free), within_s)
 
 
 def windows_of(
@@ -182,15 +196,17 @@ class Stager:
         send: Callable[[Window], None],
         give_up: Callable[[str, str], None],
         windows: list[tuple[int, int, list[int]]] | None = None,
+        patience_s: float | None = None,
     ) -> StagedCopy:
         """Begin to copy; returns at once.
 
         `give_up(identity, why)` is called when this save cannot be staged. `windows`: of a save of
-        fewer regions than all.
+        fewer regions than all. `patience_s`: it is given up where no slot is free by then.
         """
         self.copier.begin()
         self.current = StagedCopy()
-        arguments = (self.current, identity, tensors, send, give_up, windows or self.windows)
+        windows = windows or self.windows
+        arguments = (self.current, identity, tensors, send, give_up, windows, patience_s)
         NamedThread(target=self._run, args=arguments, name="checkpoint-copy", daemon=True).start()
         return self.current
 
@@ -225,6 +241,7 @@ class Stager:
         send: Callable[[Window], None],
         give_up: Callable[[str, str], None],
         windows: list[tuple[int, int, list[int]]],
+        patience_s: float | None,
     ) -> None:
         enter_thread(self.copier.device)
         before = time.monotonic()
@@ -232,7 +249,15 @@ class Stager:
         try:
             for number, (start, stop, inside) in enumerate(windows):
                 last = number == len(windows) - 1
-                slot = self.slots.lease(max(0.0, before + self.deadline_s - time.monotonic()))
+                left_s = max(0.0, before + self.deadline_s - time.monotonic())
+                slot = (
+                    self.slots.lease(left_s)
+                    if patience_s is None
+                    else self.slots.lease_soon(patience_s)
+                )
+                if slot is None and patience_s is not None:
+                    give_up(identity, BUSY)
+                    return
                 if slot is None:
                     raise TimeoutError(
                         f"no slot came back within {self.deadline_s:g} s, or the agent or its disk "
@@ -244,11 +269,11 @@ class Stager:
                     copying.issued.set()
                 self.copier.finish()
                 copying.seconds = time.monotonic() - before
-                if last:
-                    copying.done.set()
                 window = Window(id=identity, slot=slot.number, start=start, stop=stop, last=last)
                 slot = None  # the agent's, from here on
                 send(window)
+                if last:  # told before weights change, for then older states are released
+                    copying.done.set()
         # the training thread waits for this one: it must hear of anything
         except Exception as error:
             log.exception("staging failed")

@@ -148,11 +148,18 @@ class Writer:
         self._keep = keep
         self._lose = lose
         self._streams: list[Stream] | None = None
+        self._is_finished = False
 
     @property
     def outputs(self) -> list[Output]:
         """Those that may still be committed."""
         return [output for output in self.begin.outputs if output.collection not in self.lost]
+
+    @property
+    def chunks(self) -> list[str]:
+        """Hashes of all that was staged, where a full checkpoint was written of it."""
+        full = [stream for stream in self._open_streams if not stream.output.collection]
+        return full[0].chunks if full and self._is_finished else []
 
     def window(self, data: memoryview, start: int) -> None:
         """Append bytes that lie at `start` of the file; windows come in order. Raises OSError."""
@@ -181,6 +188,7 @@ class Writer:
                     encode_json(receipt),
                 )
                 stream.done(self.begin)
+        self._is_finished = True
 
     @property
     def _open_streams(self) -> list[Stream]:

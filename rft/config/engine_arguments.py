@@ -141,7 +141,11 @@ OWNED = {
         "what is kept elsewhere would outlive a change of the weights",
     ),
     **_each(
-        "enable_return_routed_experts aux_output_config return_sampling_mask enable_trace_replay",
+        "enable_return_routed_experts aux_output_config",
+        "set explorer.rollout_model.enable_return_routed_experts",
+    ),
+    **_each(
+        "return_sampling_mask enable_trace_replay",
         "nothing here reads what it adds to the output",
     ),
     **_each(

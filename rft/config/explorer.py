@@ -70,6 +70,11 @@ class RolloutModelConfig(EngineConfig):
         "how often within an hour each engine that died is started again; 0: the run ends with the "
         "first",
     ] = 3
+    enable_return_routed_experts: Annotated[
+        Bool | None,
+        "engines tell which experts each token went through, for trainer.router_replay; default: "
+        "where the model has experts and vLLM can",
+    ] = None
     enable_openai_api: Annotated[
         Bool, "agents reach the engines as OpenAI's API: docs/agents.md; on where it is needed"
     ] = False

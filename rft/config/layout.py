@@ -12,6 +12,7 @@ from typing import Any
 from rft.config.schema import Config, LoraConfig, MegatronConfig, SynchronizerConfig
 from rft.ground.adapters import FUSED, PROJECTIONS, Lora, adapter_names
 from rft.ground.errors import ConfigError, refuse_all
+from rft.ground.families import route_bytes
 from rft.ground.names import DTYPES, ITEM_BYTES, Dims, architecture_of, hf_names, read_hf_config
 
 MOST_RANK = 512  # of an adapter in vLLM
@@ -234,8 +235,12 @@ def _divisors(number: int) -> str:
 
 
 def batch_bytes(config: Config) -> int:
-    """Columns of a step's experiences, each as long as the model may see."""
-    return int(config.buffer.train_batch_size or 0) * int(config.model.max_model_len or 0) * TOKEN
+    """Columns of a step's experiences, each as long as the model may see, with their routes."""
+    tokens = int(config.buffer.train_batch_size or 0) * int(config.model.max_model_len or 0)
+    told = config.explorer.rollout_model.enable_return_routed_experts is not False
+    if config.model.tinker.enable or not told:
+        return tokens * TOKEN
+    return tokens * (TOKEN + route_bytes(read_hf_config(config.model.model_path)))
 
 
 def stored_bytes(config: Config) -> int:

@@ -221,6 +221,10 @@ class DriftConfig(Section):
         FinitePosFloat, "the same of steps with older tokens, in which the policy has moved too"
     ] = 2.0
     clip_frac: Annotated[FiniteNonNegFloat, "share of tokens that the loss clips"] = 0.3
+    routed_otherwise: Annotated[
+        FiniteNonNegFloat,
+        "share of the engine's experts that the trainer would not choose, on fresh tokens",
+    ] = 0.2
     equal_answers: Annotated[
         FiniteNonNegFloat,
         "share of pairs of equal answers in a group, over what their probabilities and chance say",
@@ -293,12 +297,22 @@ class TrainerConfig(Section):
         "what rows of a group begin with alike (prompts, turns) is computed once: "
         "docs/algorithms.md; false: in every row",
     ] = True
+    router_replay: Annotated[
+        Bool,
+        "tokens go through the experts that the engine has sent them through, where it tells them: "
+        "docs/algorithms.md; false: through those that the trainer would choose",
+    ] = True
     save_interval: Annotated[NonNegInt, "steps; 0: by save_minutes, and at the end"] = 0
     save_minutes: Annotated[
         FiniteNonNegFloat,
         "without save_interval, minutes between checkpoints, at a step's end; 0: only at the end. "
         "Off with deterministic=true",
     ] = 10.0
+    memory_interval: Annotated[
+        NonNegInt,
+        "steps between states that agents keep in memory alone, for ranks that come back; every "
+        "checkpoint is kept there too; 0: none is",
+    ] = 0
     save_strategy: Annotated[
         Literal["unrestricted", "single_node", "single_process", "single_thread"],
         "who writes at a time",

@@ -54,9 +54,7 @@ KEYS: dict[str, ForeignKey] = {
         "B4", to="algorithm.optimizer.lr_scheduler_type"
     ),
     "algorithm.optimizer.clip_grad": ForeignKey("B4", to="trainer.grad_clip"),
-    "algorithm.enable_router_replay": ForeignKey(
-        "B11", f"replaying the choice of experts is {YET}", only=(False,)
-    ),
+    "algorithm.enable_router_replay": ForeignKey("B11", to="trainer.router_replay"),
     "algorithm.bypass_old_logprobs": ForeignKey(
         "B11", to="algorithm.proximal_logprobs", convert=opposite
     ),
@@ -160,7 +158,6 @@ def engine(key: str) -> dict[str, ForeignKey]:
         "rope_theta": ForeignKey("D11", MODEL_SAYS),
         "nnodes": ForeignKey("G3", NODES, only=(1,)),
         "node_rank": ForeignKey("G3", NODES, only=(0,)),
-        "enable_return_routed_experts": ForeignKey("B11", ITSELF, only=(False,)),
     }
     for word, value in (
         ("gpu_per_engine", 0),
@@ -217,6 +214,9 @@ KEYS |= {
         "G3", "a question that is too long is refused, and none is cut", only=(False, True)
     ),
     f"{BESIDE}.enable_history": ForeignKey("G9", "nothing of it is trained on", only=(False,)),
+    f"{BESIDE}.enable_return_routed_experts": ForeignKey(
+        "B11", "nothing of it is trained on", only=(False,)
+    ),
     # explorer, cluster, trainer and what Trinity sets itself
     "explorer.max_repeat_times_per_runner": ForeignKey(
         "G2", "a group's runs are under way at the same time, whatever runs them", takes_any=True
@@ -411,6 +411,7 @@ SHARED = frozenset(
         "explorer.rollout_model.engine_num",
         "explorer.rollout_model.tensor_parallel_size",
         "explorer.rollout_model.enable_history",
+        "explorer.rollout_model.enable_return_routed_experts",
         "explorer.rollout_model.enable_openai_api",
         "explorer.auxiliary_models",
         "explorer.eval_interval",

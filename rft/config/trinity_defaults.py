@@ -271,6 +271,16 @@ KEPT: dict[str, tuple[str, str, str]] = {
         "the same on a GPU; a CPU has no graphs",
     ),
     f"{ROLLOUT}.enable_chunked_prefill": ("true", "vLLM's own", "it is true"),
+    f"{ROLLOUT}.enable_return_routed_experts": (
+        "false",
+        "where the model has experts",
+        "what trainer.router_replay trains with",
+    ),
+    "algorithm.enable_router_replay": (
+        "false",
+        "true",
+        "as trainer.router_replay: without it mixtures of experts collapse",
+    ),
     "monitor.enable_ray_timeline": ("false", "true", "as monitor.trace: the timeline is cheap"),
     "trainer.enable_preview": ("false", "true", "as monitor.num_samples: a few rollouts are small"),
     "trainer.trainer_strategy": ("fsdp2", "megatron", "there is one trainer"),

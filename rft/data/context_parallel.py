@@ -6,7 +6,8 @@ places and positions of those. Invariant: every token is on exactly one rank of 
 
 import numpy as np
 
-from rft.data.packing import PADDING, TOKEN_FIELDS, Packed
+from rft.data.packing import PADDING, TOKEN_FIELDS, Packed, lengthened
+from rft.ground.experience import NO_EXPERT
 
 
 def slice_cp(packed: Packed, rank: int, size: int, multiple: int = 1, length: int = 0) -> Packed:
@@ -33,8 +34,18 @@ def slice_cp(packed: Packed, rank: int, size: int, multiple: int = 1, length: in
     arrays = {name: sliced(getattr(packed, name), PADDING.get(name, 0)) for name in TOKEN_FIELDS}
     cu_seqlens = np.concatenate([[0], np.cumsum(bounds, dtype=np.int64)]).astype(np.int32)
     scores = {name: sliced(values) for name, values in packed.scores.items()}
+    routes = packed.routes
+    if routes is not None:
+        own = routes[np.maximum(flat, 0)]
+        own[flat < 0] = NO_EXPERT[routes.dtype.name]
+        routes = lengthened(own, target)
     return Packed(
-        **arrays, cu_seqlens=cu_seqlens, rows=packed.rows, shared=packed.shared, scores=scores
+        **arrays,
+        cu_seqlens=cu_seqlens,
+        rows=packed.rows,
+        shared=packed.shared,
+        scores=scores,
+        routes=routes,
     )
 
 

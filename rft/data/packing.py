@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from rft.data.prefixes import Chain, chains, shared_lengths
+from rft.ground.experience import NO_EXPERT
 from rft.ground.names import Dims
 
 ROUNDS_PER_GROUP = 8  # exchanges of one refinement at most
@@ -88,6 +89,8 @@ class Row:
     # more, by name; all rows of a step have the same
     scores: dict[str, np.ndarray] = field(default_factory=dict)
     group: int = -1  # rows of one begin alike; -1: of none
+    # [L, layers, top_k]: experts that the engine sent each token through, as `RoutedExperts`
+    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class Packed:
     # int64 [sequences]: so many first tokens are those of the sequence before, and computed there;
     # empty: none
     shared: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    routes: np.ndarray | None = None  # [T, layers, top_k], of the token itself; None: of none
 
     @property
     def length(self) -> int:
@@ -137,6 +141,7 @@ class Stacked:
     rows: np.ndarray  # as in `Packed`
     shared: np.ndarray
     scores: dict[str, np.ndarray]  # float32 [tokens] each
+    routes: np.ndarray | None = None  # [tokens, layers, top_k]
 
     def packed(self) -> Packed:
         cu_seqlens = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
@@ -164,6 +169,7 @@ class Stacked:
             rows=self.rows,
             shared=self.shared,
             scores={name: shifted(values, np.float32) for name, values in self.scores.items()},
+            routes=None if self.routes is None else lengthened(self.routes, self.length),
             **{name: shifted(getattr(self, name), np.float32) for name in NUMBERS},
         )
 
@@ -222,7 +228,11 @@ class Cut(Sequence[list[Stacked]]):
     @property
     def nbytes(self) -> int:
         """Of the rows' columns."""
-        return sum(row.tokens.nbytes + row.trained.nbytes + row.weight.nbytes for row in self.rows)
+        columns = (
+            (row.tokens, row.trained, row.weight, *(() if row.routes is None else (row.routes,)))
+            for row in self.rows
+        )
+        return sum(column.nbytes for row in columns for column in row)
 
     def _picked(self, bin_: list[int]) -> list[Row]:
         return _picked(self.rows, bin_, self.policy.pad)
@@ -296,7 +306,10 @@ def bins_of(
     if not cut.share:
         return assign(lengths, dp, limit, cost)
     found = chains(
-        [row.tokens for row in rows], [row.trained for row in rows], [row.group for row in rows]
+        [row.tokens for row in rows],
+        [row.trained for row in rows],
+        [row.group for row in rows],
+        [row.routes for row in rows],
     )
     return assign_chains(found, dp, limit, cost)
 
@@ -514,7 +527,8 @@ def _lengthened(row: Row, length: int) -> Row:
     arrays = (row.tokens, row.trained, row.behaviour, row.advantage, row.weight)
     scores = {name: np.pad(array, behind) for name, array in row.scores.items()}
     padded = (np.pad(array, behind) for array in arrays)
-    return Row(*padded, row.temperature, scores, row.group)
+    routes = None if row.routes is None else lengthened(row.routes, length)
+    return Row(*padded, row.temperature, scores, row.group, routes)
 
 
 def _shared(picked: list[Row], share: bool) -> np.ndarray:
@@ -525,6 +539,7 @@ def _shared(picked: list[Row], share: bool) -> np.ndarray:
         [row.trained for row in picked],
         # a row of no group shares with none
         [row.group if row.group >= 0 else -1 - at for at, row in enumerate(picked)],
+        [row.routes for row in picked],
     )
 
 
@@ -548,7 +563,29 @@ def _stacked(
         rows=np.array(chosen, dtype=np.int32),
         shared=shared,
         scores={name: joined([row.scores[name] for row in picked]) for name in scores},
+        routes=joined_routes([row.routes for row in picked], lengths),
     )
+
+
+def joined_routes(given: Sequence[np.ndarray | None], lengths: np.ndarray) -> np.ndarray | None:
+    """Routes of rows of these lengths one behind the other; None where no row has any."""
+    some = next((routes for routes in given if routes is not None), None)
+    if some is None:
+        return None
+    nothing = some[:0]
+    return np.concatenate(
+        [
+            lengthened(nothing, int(length)) if routes is None else routes
+            for routes, length in zip(given, lengths, strict=True)
+        ]
+    )
+
+
+def lengthened(routes: np.ndarray, length: int) -> np.ndarray:
+    """So many tokens, those behind without a route."""
+    out = np.full((length, *routes.shape[1:]), NO_EXPERT[routes.dtype.name], routes.dtype)
+    out[: len(routes)] = routes
+    return out
 
 
 def shared_of(given: Cut, cost: Cost) -> dict[str, float]:
@@ -561,6 +598,18 @@ def shared_of(given: Cut, cost: Cost) -> dict[str, float]:
         "packing/shared_frac": float(shared.sum() / lengths.sum()),
         "packing/shared_flops_frac": float(cost(shared).sum() / cost(lengths).sum()),
     }
+
+
+def free_tokens(rows: Iterable[Row]) -> dict[str, float]:
+    """A metric: so many tokens of a step have no route, and go where the trainer sends them."""
+    found = 0
+    for row in rows:
+        if row.routes is None:
+            found += len(row.tokens)
+        else:
+            none = NO_EXPERT[row.routes.dtype.name]
+            found += int((row.routes.reshape(len(row.routes), -1) == none).any(1).sum())
+    return {"routing/free_tokens": float(found)}
 
 
 def empty(length: int, scores: Iterable[str] = ()) -> Packed:

@@ -10,7 +10,8 @@ the tokens behind those that it shares, which see the tokens of its own path onl
 may so predict a label of several rows. Pure numpy, and of lengths and tokens alone, so that every
 rank and every attempt decides the same.
 
-Invariant: a token of which the loss is trained in two rows is computed in each of them.
+Invariant: a token of which the loss is trained in two rows is computed in each of them, and one
+that an engine sent through other experts in two rows (`routes`) once for either way.
 Prior work: Tree Training (arXiv:2511.00413).
 """
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+Routes = Sequence[np.ndarray | None]  # [tokens, layers, top_k] of every row; empty: of none
 WORTH = 1 / 32  # of a group's tokens: rows that share less need not be in one microbatch
 
 
@@ -63,7 +65,10 @@ class Chain:
 
 
 def chains(
-    tokens: Sequence[np.ndarray], trained: Sequence[np.ndarray], groups: Sequence[int]
+    tokens: Sequence[np.ndarray],
+    trained: Sequence[np.ndarray],
+    groups: Sequence[int],
+    routes: Routes = (),
 ) -> list[Chain]:
     """Rows of the same number >= 0 are of one chain, if they share enough; every other row is its
     own. In the order of their first rows.
@@ -76,7 +81,10 @@ def chains(
         # any order of whole tokens puts those that begin alike side by side
         rows.sort(key=lambda row: (tokens[row].tobytes(), row))
         shared = shared_lengths(
-            [tokens[row] for row in rows], [trained[row] for row in rows], [0] * len(rows)
+            [tokens[row] for row in rows],
+            [trained[row] for row in rows],
+            [0] * len(rows),
+            [routes[row] for row in rows] if routes else (),
         )
         lengths = np.array([len(tokens[row]) for row in rows], dtype=np.int64)
         chain = Chain(rows, lengths, shared)
@@ -85,10 +93,14 @@ def chains(
 
 
 def shared_lengths(
-    tokens: Sequence[np.ndarray], trained: Sequence[np.ndarray], groups: Sequence[int]
+    tokens: Sequence[np.ndarray],
+    trained: Sequence[np.ndarray],
+    groups: Sequence[int],
+    routes: Routes = (),
 ) -> np.ndarray:
     """int64 [rows]: how many first tokens of each row are those of the row before it, if that is of
-    the same group, up to the first one of which the loss is trained in both.
+    the same group, up to the first one of which the loss is trained in both, or that went through
+    other experts in one of them.
 
     The row before stands for its whole path: what it shares with others before it, those have
     computed.
@@ -98,7 +110,8 @@ def shared_lengths(
     for at, (own, is_trained) in enumerate(zip(tokens, trained, strict=True)):
         flags = is_trained != 0
         if at and groups[at] == groups[at - 1]:
-            found[at] = _alike(own, tokens[at - 1], flags, taken)
+            same = _alike(own, tokens[at - 1], flags, taken)
+            found[at] = _routed_alike(routes[at - 1], routes[at], same) if routes else same
         shared = int(found[at])
         taken = np.concatenate([taken[:shared] | flags[:shared], flags[shared:]])
     return found
@@ -120,6 +133,14 @@ def _alike(own: np.ndarray, before: np.ndarray, flags: np.ndarray, taken: np.nda
     return common
 
 
+def _routed_alike(before: np.ndarray | None, own: np.ndarray | None, tokens: int) -> int:
+    """How many of the first `tokens` have the same route in both; none has any in no row."""
+    if before is None or own is None:
+        return tokens if before is own else 0
+    differ = (before[:tokens] != own[:tokens]).any((1, 2))
+    return int(np.argmax(differ)) if differ.any() else tokens
+
+
 @dataclass(frozen=True)
 class Computed:
     """The tokens of a microbatch that go through the model, and padding behind them.
@@ -134,6 +155,7 @@ class Computed:
     bounds: np.ndarray  # int32 [rows + 1]
     key_bounds: np.ndarray  # int32 [rows + 1]
     source: np.ndarray | None  # int64 [labels]: which token's hidden state predicts each label
+    places: np.ndarray | None = None  # int64: of the tokens among the labels; None: the same
 
     @property
     def length(self) -> int:
@@ -171,4 +193,4 @@ def computed_of(
         out[: len(places)] = values[places]
         return out
 
-    return Computed(picked(tokens), picked(positions), queries, bounds, source)
+    return Computed(picked(tokens), picked(positions), queries, bounds, source, places)

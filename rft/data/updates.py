@@ -29,6 +29,8 @@ from rft.data.packing import (
     Row,
     bins_of,
     chunks,
+    joined_routes,
+    lengthened,
     token_weights,
 )
 from rft.data.prefixes import shared_lengths
@@ -198,6 +200,10 @@ class PlacedRow:
         return found
 
     @property
+    def routes(self) -> np.ndarray | None:
+        return None if self.packed.routes is None else self.packed.routes[self.at]
+
+    @property
     def trained(self) -> np.ndarray:
         """Of its tokens; weights stand before them."""
         return np.append(False, self.field("weight")[:-1] != 0)
@@ -232,6 +238,7 @@ def _microbatch(
         [place.field("tokens") for place in places],
         [place.trained for place in places],
         [place.chain for place in places],
+        [place.routes for place in places],
     )
     return Packed(
         **{name: picked(name) for name in TOKEN_FIELDS},
@@ -242,4 +249,9 @@ def _microbatch(
             name: joined([place.packed.scores[name][place.at] for place in places], values.dtype)
             for name, values in like.scores.items()
         },
+        routes=_padded(joined_routes([p.routes for p in places], np.array(lengths)), padded),
     )
+
+
+def _padded(routes: np.ndarray | None, length: int) -> np.ndarray | None:
+    return None if routes is None else lengthened(routes, length)

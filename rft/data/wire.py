@@ -28,6 +28,7 @@ class EncodedMicrobatch(msgspec.Struct, array_like=True):
     sequences: list[memoryview]
     numbers: list[Column]
     scores: dict[str, Column]
+    routes: tuple[str, int, int, memoryview] | None = None  # dtype, layers, top_k, of all tokens
 
 
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[EncodedMicrobatch])
@@ -62,7 +63,21 @@ def _told(stacked: Stacked) -> EncodedMicrobatch:
         [getattr(stacked, name).data for name in SEQUENCES],
         [_runs(getattr(stacked, name)) for name in NUMBERS],
         {name: _runs(values) for name, values in stacked.scores.items()},
+        _told_routes(stacked.routes),
     )
+
+
+def _told_routes(routes: np.ndarray | None) -> tuple[str, int, int, memoryview] | None:
+    if routes is None:
+        return None
+    return routes.dtype.name, *routes.shape[1:], memoryview(np.ascontiguousarray(routes)).cast("B")
+
+
+def _routes(told: tuple[str, int, int, memoryview] | None) -> np.ndarray | None:
+    if told is None:
+        return None
+    dtype, layers, top_k, data = told
+    return np.frombuffer(data, dtype).reshape(-1, layers, top_k)
 
 
 def _stacked(told: EncodedMicrobatch) -> Stacked:
@@ -70,6 +85,7 @@ def _stacked(told: EncodedMicrobatch) -> Stacked:
         length=told.length,
         tokens=np.frombuffer(told.tokens, dtype=np.int32),
         scores={name: _of_runs(*column) for name, column in told.scores.items()},
+        routes=_routes(told.routes),
         **{
             name: np.frombuffer(raw, dtype=dtype)
             for (name, dtype), raw in zip(SEQUENCES.items(), told.sequences, strict=True)

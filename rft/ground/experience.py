@@ -125,8 +125,9 @@ class RoutedExperts(Record, kw_only=True):
     (router replay).
 
     `data`: expert numbers of `dtype`, little-endian, of shape (positions, layers, top_k): position
-    p is token p of prompt and response together. The last token of a response was never sent
-    through the model, so it may be left out.
+    p is token p of prompt and response together, layers are those that have experts. A token whose
+    numbers are all `NO_EXPERT` of the dtype has no route. The last token of a response was never
+    sent through the model, so it may be left out.
     """
 
     layers: int
@@ -134,9 +135,58 @@ class RoutedExperts(Record, kw_only=True):
     dtype: Literal["uint8", "uint16"] = "uint8"
     data: bytes
 
+    @classmethod
+    def of(cls, routes: np.ndarray) -> "RoutedExperts":
+        """`routes` [positions, layers, top_k], uint8 or uint16."""
+        _, layers, top_k = routes.shape
+        kind: Any = routes.dtype.name
+        data = routes.astype(routes.dtype.newbyteorder("<")).tobytes()
+        return cls(layers=layers, top_k=top_k, dtype=kind, data=data)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a position."""
+        return self.layers * self.top_k * np.dtype(self.dtype).itemsize
+
     @property
     def positions(self) -> int:
-        return len(self.data) // (self.layers * self.top_k * (2 if self.dtype == "uint16" else 1))
+        return len(self.data) // self.width
+
+    def first(self, positions: int) -> "RoutedExperts":
+        return msgspec.structs.replace(self, data=self.data[: positions * self.width])
+
+    @staticmethod
+    def joined(
+        before: "RoutedExperts | None", later: "RoutedExperts | None"
+    ) -> "RoutedExperts | None":
+        """Of two calls, the later one's prompt beginning with all tokens of the other: what a token
+        was sampled behind stays.
+        """
+        if before is None or later is None:
+            return before or later
+        return msgspec.structs.replace(before, data=before.data + later.data[len(before.data) :])
+
+    def array(self, tokens: int) -> np.ndarray:
+        """[tokens, layers, top_k] of `dtype`, `NO_EXPERT` behind the positions that it has. Raises
+        ValueError where these are more than `tokens`, or not whole.
+        """
+        shape = (self.layers, self.top_k)
+        dtype = np.dtype(self.dtype)
+        found = np.full((tokens, *shape), NO_EXPERT[self.dtype], dtype)
+        given = np.frombuffer(self.data, dtype.newbyteorder("<")).reshape(-1, *shape)
+        if len(given) > tokens:
+            raise ValueError(f"routes of {len(given)} tokens, where there are {tokens}")
+        found[: len(given)] = given
+        return found
+
+
+# what stands in routes where there is none, by dtype: never the number of an expert
+NO_EXPERT = {"uint8": 2**8 - 1, "uint16": 2**16 - 1}
+
+
+def route_dtype(experts: int) -> str:
+    """The narrowest that tells `experts` numbers and none."""
+    return next(dtype for dtype, none in NO_EXPERT.items() if experts <= none)
 
 
 class Completion(Columnar, kw_only=True):
@@ -189,7 +239,7 @@ class Experience(Columnar, kw_only=True):
     of that attempt, where each makes an experience of its own. `expert`: a row that no policy
     sampled. `reward_outcome` tells a real reward of 0 from a reward function that timed out or
     failed. `group` is the admission number of its group, -1 for data that no group made (supervised
-    rows, evaluation). `routed_experts` is kept in the record: packing leaves it out.
+    rows, evaluation). `routed_experts`: the trainer routes by them.
     """
 
     tokens: Ids

@@ -69,6 +69,23 @@ def num_experts(hf: dict[str, Any]) -> int:
     return int(next((hf[name] for name in names if hf.get(name)), 0))
 
 
+def routing_of(hf: dict[str, Any]) -> tuple[int, int, int]:
+    """(layers that have experts, experts that a token takes, experts): what routes are of; zeros
+    where MLPs are dense.
+    """
+    experts = num_experts(hf)
+    if not experts:
+        return 0, 0, 0
+    layers = int(hf["num_hidden_layers"]) - len(dense_layers(hf))
+    return layers, int(hf["num_experts_per_tok"]), experts
+
+
+def route_bytes(hf: dict[str, Any]) -> int:
+    """Of a token, in an experience."""
+    layers, chosen, experts = routing_of(hf)
+    return layers * chosen * (1 if experts < 2**8 else 2)
+
+
 def expert_width(hf: dict[str, Any]) -> int:
     """Of one expert's MLP; 0 where there are none."""
     by_it = features_of(hf).isdisjoint(("w123", "biases"))

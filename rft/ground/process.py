@@ -34,6 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -50,6 +51,7 @@ OPEN_FILES = 65536  # of a process: sockets and files of ranks that all know eac
 EXIT_TIMEOUT_S = 1.0  # between the end of a child's socket and its exit status
 HEADER = struct.Struct("<I")  # of a frame: the length of the body behind it
 LONGEST = 2**32 - 1
+ADDRESS_BYTES = 100  # of a Unix socket; the kernel's field has 108, and less elsewhere
 AT_ONCE = 2**16  # bytes: small frames are read several at a time
 SHORTAGE_S = 0.2  # until a listener asks again for what this process or machine had none of
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -140,6 +142,25 @@ def accepted(listener: socket.socket, pause: Callable[[float], object]) -> socke
         elif error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
             raise
         return None
+
+
+@contextlib.contextmanager
+def socket_address(path: Path) -> Iterator[str]:
+    """An address of the Unix socket at `path` that is short enough for the kernel, however long the
+    name of its directory is. Raises FileNotFoundError where that is missing.
+    """
+    plain = str(path)
+    if len(os.fsencode(plain)) <= ADDRESS_BYTES:
+        yield plain
+        return
+    try:
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path.parent}: no such directory") from error
+    try:
+        yield f"/proc/self/fd/{descriptor}/{path.name}"
+    finally:
+        os.close(descriptor)
 
 
 class ShortExit:

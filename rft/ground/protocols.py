@@ -178,6 +178,7 @@ class Checkpoints(Protocol):
     """
 
     requested: int | None
+    remembered: int | None
     needed: int  # the oldest version that data which may be trained is of
 
     @property
@@ -190,6 +191,7 @@ class Checkpoints(Protocol):
         full: bool = True,
         weights: bool = False,
         version: bool = False,
+        memory: bool = False,
     ) -> bool: ...
     def poll(self) -> list[Any]: ...
     def before_update(self) -> float: ...

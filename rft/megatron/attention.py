@@ -59,6 +59,9 @@ class Packing(PackedSeqParams):
     # float32 [T, 1, 1, d]: rotary angles of the tokens that this rank holds
     frequencies: Tensor | None = None
     thd: "KernelPacking | None" = None
+    # [T, layers, top_k]: which experts the tokens go through that a router of this rank sees; None:
+    # those that it chooses
+    routes: Tensor | None = None
 
 
 @dataclass(frozen=True)

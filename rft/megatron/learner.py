@@ -29,7 +29,7 @@ from rft.algorithm.fields import Fields
 from rft.config import CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from rft.data.packing import Packed
 from rft.ground.protocols import Piece, Snapshot
-from rft.megatron import kernels, overrides, state, weights
+from rft.megatron import kernels, overrides, replay, state, weights
 from rft.megatron.mesh import Mesh
 from rft.megatron.network import Micro, Network
 from rft.megatron.optimizer import Optimizer
@@ -79,7 +79,8 @@ class Learner(Network):
         self._run(part, partial(self._loss, totals), forward_only=False)
         with trace.span("optimizer"):
             norm = self.optimizer.norm()
-        return totals.reduce(self.mesh) | {"grad_norm": norm}
+        agreed = replay.agreement(self.routers, self.mesh) if self.dims.experts else {}
+        return totals.reduce(self.mesh) | {"grad_norm": norm} | agreed
 
     def give_back(self) -> None:
         """Let another process have the memory of the gradients, which hold nothing between two
@@ -186,6 +187,7 @@ class Critic(Learner):
     """
 
     is_critic = True
+    replays = False
 
     def __init__(
         self,

@@ -449,9 +449,11 @@ def _mark_shards(model: GPTModel, dims: Dims) -> None:
             set_tensor_model_parallel_attributes(parameter, True, 1 if kind == "row" else 0, stride)
 
 
-def packing_of(computed: Computed, model: GPTModel, mesh: Mesh) -> Packing:
+def packing_of(
+    computed: Computed, model: GPTModel, mesh: Mesh, routes: np.ndarray | None = None
+) -> Packing:
     """What every layer must know about a microbatch (already sliced for this context-parallel
-    rank).
+    rank). `routes`: of the tokens that are computed.
     """
     device, size = mesh.device.torch, model.config.window_size
     window = size[0] + 1 if size else None
@@ -466,8 +468,19 @@ def packing_of(computed: Computed, model: GPTModel, mesh: Mesh) -> Packing:
     return Packing(
         qkv_format="rows",
         frequencies=torch.cat([angles, angles], dim=-1)[:, None, None, :],
+        routes=None if routes is None else _own_routes(routes, mesh),
         **planned,
     )
+
+
+def _own_routes(routes: np.ndarray, mesh: Mesh) -> Tensor:
+    """Of the tokens that a router of this rank sees; torch computes with no unsigned numbers of 16
+    bits, and -1 stands for none then.
+    """
+    signed = routes.view(np.int16) if routes.dtype == np.uint16 else routes
+    if mesh.sequence_parallel:
+        signed = np.ascontiguousarray(np.array_split(signed, mesh.tp)[mesh.tp_rank])
+    return mesh.device.bring(signed)
 
 
 def _te_packing(computed: Computed, mesh: Mesh) -> KernelPacking:

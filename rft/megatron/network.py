@@ -23,12 +23,13 @@ from rft.algorithm.fields import Fields
 from rft.config import LoraConfig, TrainerConfig
 from rft.config.layout import check_layout, lora_of
 from rft.data.context_parallel import cp_index, slice_cp
-from rft.data.packing import Packed, empty, multiple_of
+from rft.data.packing import Packed, empty, lengthened, multiple_of
 from rft.data.prefixes import Computed, computed_of
 from rft.ground.device import default_dtype, torch_dtype
 from rft.ground.errors import ConfigError
+from rft.ground.families import routing_of
 from rft.ground.names import Dims, read_hf_config
-from rft.megatron import kernels, overrides, weights
+from rft.megatron import kernels, overrides, replay, weights
 from rft.megatron import model as models
 from rft.megatron.logprobs import label_logprobs
 from rft.megatron.lora_layers import freeze_all_but_adapters
@@ -58,6 +59,7 @@ class Network:
     """
 
     is_critic = False
+    replays = True  # it is the model, or nearly, whose engine has chosen the routes of its tokens
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class Network:
         self.model = models.build(
             self.hf_config, mesh, torch_dtype(self.dtype), more, self.is_critic, self.lora
         )
+        self.routers = [one for part in self.model for one in replay.attach(part, self.dims)]
         weights.load_hf(self.model, path, self.hf_config, mesh.place)
         if self.lora:
             freeze_all_but_adapters(self.model)
@@ -235,9 +238,27 @@ class Network:
             fields=Fields.of(
                 packed, tensor, self.mesh.sum_over_context if self.mesh.cp > 1 else None
             ),
-            packing=models.packing_of(computed, self.model[0], self.mesh),
+            packing=models.packing_of(
+                computed, self.model[0], self.mesh, self._routes(packed, computed)
+            ),
             source=None if computed.source is None else tensor(computed.source),
         )
+
+    def _routes(self, packed: Packed, computed: Computed) -> np.ndarray | None:
+        """Of the tokens that are computed. Raises ValueError for those of another model."""
+        routes = packed.routes
+        if routes is None or not self.replays:
+            return None
+        wanted = routing_of(self.hf_config)[:2]
+        if routes.shape[1:] != wanted:
+            raise ValueError(
+                f"the engine's routes are of (layers, experts per token) = {routes.shape[1:]}, and "
+                f"the model has {wanted}: are these experiences of another model? "
+                "trainer.router_replay=false trains without them"
+            )
+        if computed.places is not None:
+            routes = routes[computed.places]
+        return lengthened(routes, computed.length)
 
     def _whole(self, packed: Packed, local: Tensor) -> np.ndarray:
         """Put the context-parallel slices of one microbatch back into its own order."""
@@ -256,10 +277,11 @@ class Network:
 
 class Reference(Network):
     """The frozen model that a run is held near to: its log-probabilities, and neither gradients nor
-    an optimizer.
+    an optimizer. `replays`: tokens go through the same experts as the policy's.
     """
 
-    def __init__(self, path: str, trainer: TrainerConfig, mesh: Mesh):
+    def __init__(self, path: str, trainer: TrainerConfig, mesh: Mesh, replays: bool = True):
         super().__init__(path, trainer, mesh)
+        self.replays = replays
         for chunk in self.model:
             chunk.requires_grad_(False)

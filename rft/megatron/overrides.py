@@ -239,6 +239,12 @@ def _field_problems(trainer: TrainerConfig) -> Iterator[str]:
             yield from problems
             if name == "fp8" and value and trainer.dtype != "bf16" and not problems:
                 yield f"{key}.fp8 with trainer.dtype={trainer.dtype}: set trainer.dtype=bf16"
+            if name == "moe_router_fusion" and value is True and trainer.router_replay:
+                yield (
+                    f"{key}.moe_router_fusion with trainer.router_replay=true: that kernel takes "
+                    "the experts that it chooses itself; leave it out, or set "
+                    "trainer.router_replay=false"
+                )
             virtual = trainer.megatron.virtual_pipeline_model_parallel_size
             if name == "batch_p2p_comm" and value is True and virtual and virtual > 1:
                 yield (

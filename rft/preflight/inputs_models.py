@@ -31,6 +31,7 @@ from rft.config.layout import HELD, check_layout, lora_of, stored_bytes, sync_of
 from rft.ground import host_memory, hubs
 from rft.ground.adapters import Lora, adapter_names
 from rft.ground.errors import all_of, problems_of
+from rft.ground.families import num_experts
 from rft.ground.names import Dims, architecture_of, hf_names, is_expert, read_hf_config
 from rft.megatron import overrides
 from rft.preflight import memory_plan
@@ -40,6 +41,7 @@ from rft.preflight.rules_trainer import RECIPE, TYPE
 from rft.sync import plan as plans
 
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store lies
+ROUTES = "explorer.rollout_model.enable_return_routed_experts"
 MODEL, SERVICE_TRAINS = "model.model_path", "trainer.trainer_type"
 BESIDE_POLICY_WITH = {  # model beside the policy, what needs it, and a key that makes it needed
     "model.ref_model_path": (recipe.needs_reference, "algorithm.kl_loss_fn=k2"),
@@ -113,6 +115,19 @@ def _overrides(c: Config) -> Iterator[str]:
     if c.device == "cpu":
         why = "this is device=cpu"
         yield from problems_of(overrides.refuse_transformer_engine, c.trainer, why)
+
+
+def _routes(c: Config) -> Iterator[str]:
+    rollout = c.explorer.rollout_model
+    if is_remote(c) or not rollout.enable_return_routed_experts:
+        return
+    if not num_experts(_hf(c)):
+        yield f"{ROUTES}=true: {c.model.model_path} has no experts; leave it out"
+    elif c.device == "cuda" and not rollout.enable_prefix_caching:
+        yield (
+            f"{ROUTES}=true with explorer.rollout_model.enable_prefix_caching=false: on a GPU vLLM "
+            "keeps routes with its cache of prefixes only; leave one of them out"
+        )
 
 
 def _engine_cut(c: Config) -> Iterator[str]:
@@ -202,6 +217,10 @@ MODELS = (
         "trainer.dtype",
     ),
     Rule(f"explorer.rollout_model.tensor_parallel_size {MODEL} {SERVICE_TRAINS}", _engine_cut),
+    Rule(
+        f"{ROUTES} explorer.rollout_model.enable_prefix_caching {MODEL} device {SERVICE_TRAINS}",
+        _routes,
+    ),
     Rule(f"{LENGTHS} model.min_response_tokens {MODEL}", _lengths, derives=True),
     Rule(
         "trainer.max_token_len_per_gpu trainer.megatron.context_parallel_size model.max_model_len",

@@ -31,6 +31,7 @@ IDLE = {  # keys of a model on one's own machines, and why they mean nothing to 
     "trainer.dtype": THERE,
     "trainer.trainer_config": THERE,
     "trainer.checkpoint": THERE,
+    "trainer.memory_interval": THERE,
     "trainer.save_strategy": THERE,
     "trainer.profiler": THERE,
     "trainer.peak_tflops": THERE,
@@ -40,6 +41,7 @@ IDLE = {  # keys of a model on one's own machines, and why they mean nothing to 
     "trainer.recompute_modules": THERE,
     "trainer.use_remove_padding": THERE,
     "trainer.share_prefixes": THERE,
+    "trainer.router_replay": THERE,
     "cluster.colocate": THERE,
     "model.lora_configs": "the adapter is described by model.tinker.rank and model.tinker.train_*",
     "model.ref_model_path": "a KL term compares with model.tinker.base_model",
@@ -53,6 +55,7 @@ IDLE = {  # keys of a model on one's own machines, and why they mean nothing to 
     "synchronizer.lora_sync": BY_PATH,
     "explorer.rollout_model.tensor_parallel_size": SAMPLER,
     "explorer.rollout_model.dtype": SAMPLER,
+    "explorer.rollout_model.enable_return_routed_experts": SAMPLER,
     "explorer.rollout_model.max_num_seqs": SAMPLER,
     "explorer.rollout_model.enable_prefix_caching": SAMPLER,
     "explorer.rollout_model.kv_cache_gb": SAMPLER,
@@ -286,6 +289,13 @@ CHECKPOINT = (
         "trainer.checkpoint.keep_best={trainer.checkpoint.keep_best} needs "
         "trainer.checkpoint.best_metric, like eval/<taskset>/accuracy",
         reads="trainer.checkpoint.best_metric",
+    ),
+    Rule(
+        "trainer.memory_interval trainer.checkpoint.when_busy",
+        lambda c: c.trainer.memory_interval and c.trainer.checkpoint.when_busy == "newest_wins",
+        "trainer.memory_interval={trainer.memory_interval} with "
+        "trainer.checkpoint.when_busy=newest_wins: what is given up for a newer one would be gone "
+        "from memory too; set when_busy=wait or skip",
     ),
     Rule("trainer.checkpoint.storage", _storage),
     Rule(

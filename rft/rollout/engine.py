@@ -32,12 +32,14 @@ from rft.ground.device import freeze_loaded, thread_environment
 from rft.ground.experience import (
     Completion,
     GenerateRequest,
+    RoutedExperts,
     StopReason,
     VersionSpan,
     decode,
     encode,
+    route_dtype,
 )
-from rft.ground.families import has_latent_attention
+from rft.ground.families import has_latent_attention, num_experts
 from rft.ground.names import (
     DTYPES,
     ITEM_BYTES,
@@ -58,7 +60,9 @@ from rft.rollout.engine_weights import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -124,6 +128,7 @@ class RolloutEngine(EngineWeights):
         self.requests = self._running = 0
         self.tokens = 0
         self.cached = 0  # prompt tokens whose keys and values were there already
+        self.tells_routes = False  # which experts each token went through
         self.colocated = colocated  # the trainer has the same devices
         self._broken: asyncio.Future[None] | None = None
         self._stopping = False
@@ -145,6 +150,8 @@ class RolloutEngine(EngineWeights):
         self.llm = self._started()
         await self.llm.update_weight_version(str(version))
         await self.open_workers()
+        if self.tells_routes and self.device_kind == "cpu":
+            await self.llm.collective_rpc("rft_keep_routes")
         if self.device_kind == "cpu" and trace.environment():
             await self.llm.collective_rpc("rft_count_time")
         self._version = version
@@ -160,6 +167,7 @@ class RolloutEngine(EngineWeights):
             "threads": self.threads,
             "max_model_len": self.max_model_len,
             "version": version,
+            "tells_routes": self.tells_routes,
             "start_s": round(time.monotonic() - began, 2),
         }
 
@@ -170,7 +178,11 @@ class RolloutEngine(EngineWeights):
 
         given = self.rollout.engine_args
         try:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**(self._arguments() | given)))
+            arguments = AsyncEngineArgs(**(self._arguments() | given))
+            self.tells_routes = self._tells_routes(arguments)
+            if self.device_kind != "cpu":
+                arguments.enable_return_routed_experts = self.tells_routes
+            return AsyncLLM.from_engine_args(arguments)
         except Exception as error:
             if not given:
                 raise
@@ -178,6 +190,18 @@ class RolloutEngine(EngineWeights):
             raise RuntimeError(
                 f"{self.name} did not start with engine_args={given}: {words}"
             ) from error
+
+    def _tells_routes(self, arguments: "AsyncEngineArgs") -> bool:
+        """As asked; or else where the model has experts, and vLLM, on a GPU, runs it in the way
+        that it tells them in.
+        """
+        asked = getattr(self.rollout, "enable_return_routed_experts", False)
+        if asked is not None or not num_experts(read_hf_config(self.model.model_path)):
+            return bool(asked)
+        if self.device_kind == "cpu":
+            return True
+        can = bool(arguments.create_engine_config().use_v2_model_runner)
+        return can and bool(self.rollout.enable_prefix_caching)
 
     @property
     def workers(self) -> int:
@@ -249,7 +273,10 @@ class RolloutEngine(EngineWeights):
         async with self.turns.request():  # it belongs to one side of every change of the weights
             with self.adapters.use() if self.adapters else nullcontext() as served, self._counted():
                 output = await self._run(asked, sampling_params(asked, room), served)
+                routes = await self._routes(asked, output) if self.tells_routes else []
         completions = [completion(self.name, made, served) for made in output.outputs]
+        for made, routed in zip(completions, routes, strict=False):
+            made.routed_experts = routed
         self.requests += 1
         self.cached += output.num_cached_tokens or 0
         self.tokens += sum(len(made.tokens) for made in completions)
@@ -284,6 +311,26 @@ class RolloutEngine(EngineWeights):
             "vLLM ended a request without its final output"
         )
         return output
+
+    async def _routes(
+        self, asked: GenerateRequest, output: "RequestOutput"
+    ) -> list[RoutedExperts | None]:
+        """Of every continuation, as far as its tokens went through the model: all but the last."""
+        counts = [len(asked.prompt) + max(0, len(made.token_ids) - 1) for made in output.outputs]
+        if self.device_kind != "cpu":
+            hf = read_hf_config(self.model.model_path)
+            return [
+                told_by_vllm(made.routed_experts, count, Dims.of(hf))
+                for made, count in zip(output.outputs, counts, strict=True)
+            ]
+        # as vLLM calls the continuations of one request
+        names = [
+            asked.request_id if asked.n == 1 else f"{made.index}_{asked.request_id}"
+            for made in output.outputs
+        ]
+        requests = dict(zip(names, counts, strict=True))
+        told = await self._healthy().collective_rpc("rft_ended_routes", args=(requests,))
+        return decode(told[0], list[RoutedExperts | None])
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns what it has, with stop "abort"."""
@@ -516,6 +563,14 @@ def completion(engine: str, made: "CompletionOutput", served: ServedAdapter | No
             f"{spans}"
         )
     return Completion(tokens=tokens, logprobs=logprobs, versions=spans, stop=stop)
+
+
+def told_by_vllm(routes: "np.ndarray | None", tokens: int, dims: Dims) -> RoutedExperts | None:
+    """vLLM's [tokens, all layers, top_k], of the layers that have experts."""
+    if routes is None:
+        return None
+    layers = [layer for layer in range(dims.layers) if dims.has_experts(layer)]
+    return RoutedExperts.of(routes[:tokens, layers].astype(route_dtype(dims.experts)))
 
 
 def await_exit_code(process: Any) -> None:

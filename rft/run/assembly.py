@@ -18,16 +18,21 @@ from typing import TYPE_CHECKING, Any
 from rft.algorithm import ALGORITHMS, mixing, recipe
 from rft.buffer.experience_file import ExperienceFile
 from rft.buffer.progress import StepSize
+from rft.checkpoint import fence
+from rft.checkpoint.asking import SaveRequests
 from rft.config import Config, TrainerConfig, engine_arguments
 from rft.data.chat import load_tokenizer
 from rft.data.packing import Cost, PackingPolicy
 from rft.data.supervised import SupervisedRows
 from rft.data.updates import UpdateRule
 from rft.ground.experience import EvalResult
+from rft.ground.families import num_experts
 from rft.ground.protocols import TrainerMesh
 from rft.monitor import trace
 from rft.monitor.metrics import Speed
+from rft.monitor.run_record import RunRecord
 from rft.run.backends import TrainBackend
+from rft.run.recovery import Recovery
 from rft.run.stages import export_dir
 from rft.sync.style import Cadence
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
@@ -62,8 +67,11 @@ def assemble(
     models: Models,
     epoch: int,
     stopping: Callable[[], bool],
+    recovery: Recovery,
 ) -> Assembled:
-    """`epoch`: of this run's attempt. `stopping`: whether somebody asked for a clean end."""
+    """`epoch`: of this run's attempt. `stopping`: whether somebody asked for a clean end.
+    `recovery`: what rank 0 tells of ranks that came back.
+    """
     config, lead = backend.config, mesh.rank == 0
     rollouts = not is_supervised(config.algorithm) and config.mode == "both"
     explorer = control.actor(config.explorer.name) if lead and rollouts else None
@@ -80,6 +88,9 @@ def assemble(
         step, losses = resume(
             checkpoints, models, feed, skips, epoch, partial(compare, gates, mesh, models)
         )
+    source = "memory" if checkpoints.remembered is not None else "disk"
+    reached = RunRecord(backend.job).last_step if lead else 0
+    recovery.resumed(step, reached, source if step else "", checkpoints.read)
     checkpoints.start(models)
     control.await_engines(explorer, hold=True)
     publisher.connect()
@@ -88,7 +99,14 @@ def assemble(
         print(f"trainer: {models.policy.describe()}", flush=True)
         pool = control.PoolNumbers(explorer)
         speed = speed_of(backend, mesh, feed.cost)
-        reporter = StepReporter(config, backend.job, step, tokenizer, speed, pool.metrics)
+        reporter = StepReporter(
+            config,
+            backend.job,
+            step,
+            tokenizer,
+            speed,
+            lambda: pool.metrics() | recovery.pop(),
+        )
     trainer = Trainer(
         config=config.trainer,
         mesh=mesh,
@@ -104,12 +122,16 @@ def assemble(
         profiler=Profiler(config.trainer, mesh.rank, backend.device, backend.job / "profile"),
         log_step=reporter.step if reporter else unheard,
         export=partial(export, backend, checkpoints) if lead else unheard,
-        save_times=save_times(config, mesh.broadcast),
+        save_times=save_times(
+            config,
+            mesh.broadcast,
+            SaveRequests(fence.control_dir(backend.job)) if lead else None,
+        ),
         check=speculation_check(config, mesh, models, feed, explorer, synchronizer, tokenizer),
         token_loss=recipe.policy_loss(config.algorithm, models.kl.loss, is_cut(config)),
         run_epoch=epoch,
         stopping=stopping,
-        on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
+        on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank, recovery.enter),
         recent_losses=losses,
         gates=gates,
     )
@@ -205,14 +227,17 @@ def speed_of(backend: TrainBackend, mesh: TrainerMesh, cost: Cost) -> Speed:
     return Speed(cost, mesh.world, peak, trainer.recompute_granularity == "full")
 
 
-def phase_file(log_dir: Path, number: int) -> Callable[[str], None]:
-    """Keeps the current phase in a small file, for
-    `rft.run.elastic` to read when this rank was killed.
+def phase_file(
+    log_dir: Path, number: int, heard: Callable[[str], None] = unheard
+) -> Callable[[str], None]:
+    """Keeps the current phase in a small file, for `rft.run.elastic` to read when this rank was
+    killed; `heard` is told too.
     """
     file = os.open(log_dir / f"phase_rank_{number}", os.O_WRONLY | os.O_CREAT, 0o644)
 
     def write(phase: str) -> None:
         os.pwrite(file, phase.ljust(PHASE_BYTES).encode()[:PHASE_BYTES], 0)
+        heard(phase)
 
     return write
 
@@ -267,6 +292,7 @@ def build_feed(config: Config, mesh: TrainerMesh, models: Models, tokenizer: Any
         int(config.model.max_response_tokens or 1),
         experts(config, tokenizer) if lead else None,
         rule_of(config),
+        config.trainer.router_replay and num_experts(models.policy.hf_config) > 0,
     )
 
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from rft import config as configs
 from rft.config import Config
 from rft.ground.device import Device
+from rft.ground.families import routing_of
+from rft.ground.names import read_hf_config
 from rft.ground.protocols import TrainerMesh
 from rft.ground.rounds import STREAM
 from rft.monitor import logs
@@ -102,13 +104,15 @@ class MegatronBackend(TrainBackend):
         policy = Policy(model, trainer, config.algorithm.optimizer, mesh, config.seed, learning)
         reference = critic = teacher = None
         if recipe.needs_reference(config.algorithm):
-            reference = Reference(model.ref_model_path or model.model_path, trainer, mesh)
+            path = model.ref_model_path or model.model_path
+            routed = routing_of(read_hf_config(path)) == routing_of(policy.hf_config)
+            reference = Reference(path, trainer, mesh, replays=routed)
         if recipe.needs_critic(config.algorithm):
             critic = Critic(
                 model.critic_model_path or model.model_path, trainer, config.critic, mesh, steps
             )
         if recipe.needs_teacher(config.algorithm):
-            teacher = Reference(str(model.teacher_model_path), trainer, mesh)
+            teacher = Reference(str(model.teacher_model_path), trainer, mesh, replays=False)
         return Models(
             policy,
             reference,

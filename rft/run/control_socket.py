@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,12 @@ import msgspec
 
 from rft.ground import durable
 from rft.ground.experience import encode
-from rft.ground.process import accepted, frame, one_message
+from rft.ground.process import accepted, frame, one_message, socket_address
 
 log = logging.getLogger(__name__)
 NAME = "supervisor.sock"
 MOST_BYTES = 2**20  # of a question or an answer
 LINE_S = 5.0  # for a question to come or an answer to go
-ADDRESS_BYTES = 100  # of an address; the kernel's field has 108, and less elsewhere
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -59,7 +58,7 @@ class ControlSocket:
         if self._lock is None:
             raise OSError(errno.EADDRINUSE, f"another process answers at {path}")
         path.unlink(missing_ok=True)  # of a supervisor that was killed
-        with _address(self.directory) as address:
+        with socket_address(path) as address:
             self._listener.bind(address)
         os.chmod(path, 0o600)  # nobody can connect before `listen`
         self._listener.listen()
@@ -111,7 +110,7 @@ def ask(directory: Path, question: dict[str, Any], timeout: float) -> dict[str, 
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(timeout)
         try:
-            with _address(directory) as address:
+            with socket_address(directory / NAME) as address:
                 line.connect(address)
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise NobodyAnswers(f"nothing answers at {directory / NAME}") from error
@@ -124,22 +123,3 @@ def _read(line: socket.socket, within_s: float) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError("a question is an object")
     return message
-
-
-@contextlib.contextmanager
-def _address(directory: Path) -> Iterator[str]:
-    """An address of `NAME` in `directory` that is short enough for a socket, however long the
-    directory's own name is.
-    """
-    plain = str(directory / NAME)
-    if len(os.fsencode(plain)) <= ADDRESS_BYTES:
-        yield plain
-        return
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{directory}: no such directory") from error
-    try:
-        yield f"/proc/self/fd/{descriptor}/{NAME}"
-    finally:
-        os.close(descriptor)

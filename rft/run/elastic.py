@@ -26,6 +26,7 @@ from rft.ground import device, redact
 from rft.ground.errors import REFUSED
 from rft.ground.process import ShortExit, die_with_parent, ending
 from rft.monitor import logs
+from rft.run import recovery
 from rft.run.restarts import Restarts
 
 CONSEQUENCES = (
@@ -45,9 +46,13 @@ def main(path: str) -> int:
     die_with_parent()
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
+    def start() -> None:
+        with recovery.RankWatch(log_dir, int(config.trainer.num_ranks or 1)):
+            run(config, "-m", "rft.run.rank", path)
+
     try:
         failed = until_ended(
-            lambda: run(config, "-m", "rft.run.rank", path),
+            start,
             Restarts(config.trainer.max_restarts, kept=log_dir / DEATHS),
             log_dir,
             lambda line: print(redact.text(line), flush=True),

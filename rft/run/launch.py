@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ from rft.ground import scratch, surroundings
 from rft.ground.device import quiet_environment, thread_environment
 from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
-from rft.run import owners
+from rft.run import owners, recovery
 from rft.run.cards import VISIBLE
 from rft.run.elastic import DEATHS, as_line
 from rft.run.restarts import Restarts
@@ -157,7 +158,7 @@ class StageRun:
         as often as failed ranks are. Its ranks go on from the newest checkpoint.
         """
         while True:
-            event = self._ended(self.ranks)
+            event, died_at = self._ended(self.ranks), time.monotonic()
             # with the deaths that this launcher has counted
             restarts = Restarts(self.config.trainer.max_restarts, kept=self.log_dir / DEATHS)
             with self._stopping:
@@ -168,6 +169,7 @@ class StageRun:
                     why = restarts.cause() if restarts.limit else event.cause
                     event = dataclasses.replace(event, cause=why)
                     break
+                recovery.note(self.log_dir, died_at)
                 say(f"{LAUNCHER}: {event.cause}; it is started again ({restarts.told()})")
                 self.ranks = start()
         self.events.put(event)
@@ -231,6 +233,7 @@ class StageRun:
                 os.killpg(self.ranks.pid, signal.SIGKILL)
             self.ranks.wait()
         control = fence.control_dir(self.job)
+        fence.end_rest(control)
         self.supervisor.close(
             self.config.shutdown_grace_s * (1 - RANKS_SHARE),
             spare=lambda: map(fence.holder, fence.living_agents(control)),

@@ -31,6 +31,7 @@ from rft.ground.process import ShortExit, die_with_parent
 from rft.ground.protocols import TrainerMesh
 from rft.monitor import logs, trace
 from rft.run.backends import TrainBackend, backend_of
+from rft.run.recovery import Recovery
 from rft.run.stages import bring_models, write_result
 from rft.trainer import control
 
@@ -51,6 +52,7 @@ class Rank:
     trainer: "Trainer | None" = None
     complete: bool = False
     waiting_for: str = ""
+    recovery: Recovery = field(default_factory=Recovery)
 
     @property
     def config(self) -> Config:
@@ -92,7 +94,8 @@ def main(path: str, terminal: int | None = None) -> int:
     os.environ.update(environment_of(config))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = devices.choose(config.device, local, config.cluster.threads_per_rank)
-    rank = Rank(backend_of(config, device))
+    recovery = Recovery.of(log_dir) if number == 0 else Recovery()
+    rank = Rank(backend_of(config, device), recovery=recovery)
     try:
         plugins.load(config.plugin_dirs)
         bring_models(config)
@@ -163,6 +166,7 @@ def run(rank: Rank) -> None:
     """Build the parts, resume, train, close."""
     config = rank.config
     mesh = rank.backend.open_mesh()
+    rank.recovery.mark("groups")
     # there every rank leaves its own weights
     leads = mesh.rank == 0 or config.synchronizer.sync_method == "memory"
     talks = leads and "RFT_RAY_ADDRESS" in os.environ
@@ -185,11 +189,14 @@ def _train(rank: Rank, mesh: TrainerMesh) -> None:
         rank.waiting_for = ""
     with trace.span("build models"):
         models = rank.backend.build_models(mesh)
+    rank.recovery.mark("build")
     log.info("rank %d of %d: %s", mesh.rank, mesh.world, models.policy.describe())
     from rft.run import assembly
 
     epoch = mesh.broadcast(take_epoch(rank) if mesh.rank == 0 else None)
-    built = assembly.assemble(rank.backend, mesh, models, epoch, lambda: bool(rank.stopping))
+    built = assembly.assemble(
+        rank.backend, mesh, models, epoch, lambda: bool(rank.stopping), rank.recovery
+    )
     trainer = rank.trainer = built.trainer
     # until now there was nothing to save
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

@@ -52,6 +52,19 @@ class WorkerExtension:
 
         DecodingTime(self.model_runner)  # type: ignore[attr-defined]
 
+    def rft_keep_routes(self) -> None:
+        """From now on it is known which experts a request's tokens went through: at the first of
+        the engine's workers, since routers are whole at each.
+        """
+        from rft.sync.routing import RouteCapture
+
+        if not self.rank:  # type: ignore[attr-defined]
+            self.rft_routes = RouteCapture(self.model_runner)  # type: ignore[attr-defined]
+
+    def rft_ended_routes(self, requests: dict[str, int]) -> bytes:
+        """`RouteCapture.ended`, at the first worker; nothing at others."""
+        return encode([] if self.rank else self.rft_routes.ended(requests))  # type: ignore[attr-defined]
+
     def rft_relay(self, cluster: str | None) -> bytes:
         """Be there for workers of other engines of the run in this Ray, None: in one of its own;
         returns a `WorkerOffer`.

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rft.checkpoint import catalog
+from rft.checkpoint import asking, catalog
 from rft.checkpoint.catalog import step_of
 from rft.checkpoint.export import Tensor, slabs
 from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, StorageUnreachable
@@ -29,10 +29,11 @@ from rft.config import ConfigError
 from rft.ground.names import ITEM_BYTES
 from rft.monitor.run_record import flat
 from rft.tools.buffer import NAME, versions_of
-from rft.tools.places import InputError, Run, find_checkpoint, find_run, ranges
+from rft.tools.places import InputError, Run, find_checkpoint, find_job, find_run, ranges
 from rft.tools.tables import table
 
 SHOWN = 8
+SAVED_S = 3600.0  # for a step to end and a save to be committed
 PARALLEL = ("tp", "pp", "cp", "ep", "dp")
 
 
@@ -68,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(handler=handler)
         return command
 
+    saving = add("save", save, "let a run that is under way save, until it is committed", "RUN_DIR")
+    saving.add_argument("--timeout", type=float, default=SAVED_S, help="seconds to wait for that")
     add("ls", ls, "what is there", "RUN")
     showing = add("show", show, "what one holds", "CHECKPOINT")
     showing.add_argument("--tensors", action="store_true", help="list every tensor")
@@ -125,6 +128,23 @@ def _add_import(add: Adding) -> None:
     into.add_argument(
         "--dtype", choices=("fp32", "bf16"), help="trainer.dtype of the run; default: SOURCE's own"
     )
+
+
+# --- save -----------------------------------------------------------------------------------------
+
+
+def save(options: argparse.Namespace) -> int:
+    """Exit code 1 when it failed, or is not committed in time."""
+    try:
+        answer = asking.ask(find_job(options.run_dir), options.timeout)
+    except TimeoutError as error:
+        print(f"rft ckpt: {error}", file=sys.stderr)
+        return 1
+    if answer.cause:
+        print(f"rft ckpt: the save of step {answer.step} failed: {answer.cause}", file=sys.stderr)
+        return 1
+    print(f"step {answer.step} is committed as {answer.name}")
+    return 0
 
 
 # --- ls -------------------------------------------------------------------------------------------

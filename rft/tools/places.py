@@ -119,6 +119,24 @@ def find_control(text: str) -> Path:
     )
 
 
+def find_job(text: str) -> Path:
+    """Return the control directory of the one run that trains at or below `text`; raises InputError
+    when there is none or more.
+    """
+    path = Path(text).resolve()
+    if not path.is_dir():
+        raise InputError(f"{text}: no such directory")
+    found = [c for c in map(fence.control_dir, [path, *jobs_below(path)]) if fence.is_owned(c)]
+    if len(found) == 1:
+        return found[0]
+    words = ", ".join(str(control.parent) for control in found[:8])
+    raise InputError(
+        f"{text} holds {len(found)} runs that train, give one: {words}"
+        if found
+        else f"{text}: no run trains here; give the directory of one that does"
+    )
+
+
 def jobs_below(path: Path) -> list[Path]:
     """Every directory that may be a job's, nearest first."""
     return [

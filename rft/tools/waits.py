@@ -74,6 +74,9 @@ Agent._beat | the next sign of life | `BEAT_S` | -
 Agent._watch | a save; then exports | `look_s` where one is open; an export that is silent for \
 `deadline_s` is killed | committed, or set aside
 Agent._follow | an export's next word | `deadline_s` | killed with its family
+checkpoint/asking.py
+_awaited | a save that somebody asked for | `--timeout`, looked for every `LOOK_S`; `GONE_S` after \
+the run's end | exit code 1
 checkpoint/fence.py
 await_agents | agents of the attempt before | the caller's: `agent_deadline_s` | the start goes \
 on, and their saves count for nothing
@@ -90,10 +93,14 @@ checkpoint/manager.py
 CheckpointManager.wait | the saves of a step | twice `agent_deadline_s` | the rank is told
 CheckpointManager.wait_exports | an export's next word | twice `agent_deadline_s` | the rank is \
 told
+checkpoint/memory.py
+Resting._serve | a rank that takes its states over | `deadline_s`; `UNOWNED_S` without anybody \
+who may start one | the agent ends
 checkpoint/reader.py
 patiently | storage that cannot be reached | the caller's: `patience_s` | StorageUnreachable
 checkpoint/stager.py
 SlotPool.lease | a slot of staging memory | `staging_patience_s` | that save is given up
+SlotPool.is_free | a slot that was released just now | `RELEASE_S` | False: the caller's choice
 Stager._await | the copy from the device | twice `deadline_s` | the rank fails: its device hangs
 checkpoint/uploads.py
 Upload._again | a store that is away, beyond the client library's own tries | `PATIENCE_S`, asked \
@@ -292,6 +299,10 @@ join | the killed watcher of stopped ranks | the kernel | -
 scontrol | Slurm | `SCONTROL_S` | the start fails
 run/rank.py
 tell | another, earlier failure | `SETTLE_S` | this one is told
+run/recovery.py
+RankWatch._run | the end of a rank | `LOOK_S`, again and again; `PEERS_S` after one that failed | \
+its peers are killed
+RankWatch.__exit__ | its own thread | none: `LOOK_S` | -
 run/sidecar.py
 Sidecar._watch | the sidecar's end | none, looked at every `LOOK_S` | rank 0 ends; stopped: \
 killed after `STOPPED_S`

@@ -16,7 +16,16 @@ import numpy as np
 from rft.algorithm import ALGORITHMS, credit, mixing, recipe, token_credit
 from rft.algorithm.strategies import SAMPLE_STRATEGIES
 from rft.config import AlgorithmConfig, Config
-from rft.data.packing import BY_TOKENS, Cost, Cut, Packed, PackingPolicy, Row, shared_of
+from rft.data.packing import (
+    BY_TOKENS,
+    Cost,
+    Cut,
+    Packed,
+    PackingPolicy,
+    Row,
+    free_tokens,
+    shared_of,
+)
 from rft.data.updates import ONE_UPDATE, RowPacking, Update, UpdateRule, planned
 from rft.ground.experience import Batch, Experience
 from rft.ground.host_memory import give_back
@@ -59,10 +68,11 @@ class Feed:
         longest: int = 1,
         experts: BatchSource | None = None,
         rule: UpdateRule = ONE_UPDATE,
+        replays: bool = False,
     ):
         """`longest`: response that a config allows; one way to aggregate the loss divides by it.
         `experts`: rows that go into every batch beside what `source` gives. `rule`: what a batch
-        is cut into.
+        is cut into. `replays`: tokens go through the experts that the engine has sent them through.
         """
         self.source = source
         self.ranks = ranks
@@ -70,6 +80,7 @@ class Feed:
         self.cost = cost
         self.packing = RowPacking(ranks.dp, max_tokens, multiple, cost, cut)
         self.rule = rule
+        self.replays = replays
         self.longest = longest
         self.experts = experts
         self.current: Batch | None = None  # rank 0: taken and not consumed yet
@@ -140,6 +151,10 @@ class Feed:
         """What every rank is told of the step, and its microbatches."""
         (metrics, groups), rows = self._rows(batch, metrics)
         mode = str(self.algorithm.loss_agg_mode)
+        if self.replays:
+            metrics |= free_tokens(rows)
+        else:
+            rows = [row if row.routes is None else replace(row, routes=None) for row in rows]
         if recipe.needs_pairs(self.algorithm):
             rows = [replace(row, group=at // 2) for at, row in enumerate(rows)]
         parts, updates = planned(rows, self.rule, batch.step, self.packing, mode, self.longest)

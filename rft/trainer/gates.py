@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 WINDOW = 5  # steps; a single spike that is gone at once is none (NeMo-RL, the page named below)
 PAGE = "docs/observe.md#gates"
 ERROR = "drift/token_mult_prob_error"
+ROUTED = "drift/routed_otherwise"
 ANY_ERROR, FP32_ERROR = 1.05, 1.001  # its limits where none is given
 
 
@@ -76,6 +77,14 @@ GATES = (
         "answers of a group are equal more often than their own probabilities say: one seed for "
         "several, or log-probabilities that are not those of the sampler",
         "Hoeffding 1963, section 5b: over 0 by chance once in a million steps",
+    ),
+    Limit(
+        "experts",
+        ROUTED,
+        "routed_otherwise",
+        "engine and trainer choose other experts for the same tokens: a router, its bias or what "
+        "comes before it is not the same in both",
+        "twice the share of routers that choose otherwise in a healthy run (arXiv:2510.11370)",
     ),
     Limit(
         "tokens",
@@ -164,15 +173,17 @@ def _value(gate: Limit, metrics: Mapping[str, float]) -> float | None:
     """Of the ratio that of the first update, where there are several: there the policy has not
     moved yet.
     """
-    if gate.metric != ERROR:
+    if gate.metric not in (ERROR, ROUTED):
         return metrics.get(gate.metric)
-    found = metrics.get(f"{ERROR}_first", metrics.get(ERROR))
+    found = metrics.get(f"{gate.metric}_first", metrics.get(gate.metric))
     if found is None:
         return None
     # whose tokens nobody knows the version of may be anybody's
     if metrics.get("staleness/unversioned_tokens", 1.0):
         return None
     is_fresh = metrics.get("staleness/token_max", 1.0) <= 0
+    if gate.metric == ROUTED:
+        return found if is_fresh else None
     return found if is_fresh == (gate.limit == "token_mult_prob_error") else None
 
 

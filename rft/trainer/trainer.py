@@ -153,8 +153,10 @@ class Trainer:
         """
         full, weights = due and self.checkpoints.requested != step, self.publisher.claim_save(step)
         version = self._claim_version(step)
-        if full or weights or version:
-            self._begin_save(step, full, weights, version)
+        remembered = self.checkpoints.remembered
+        memory = remembered != step and self.save_times.is_kept(step, is_first=remembered is None)
+        if full or weights or version or memory:
+            self._begin_save(step, full, weights, version, memory)
         for report in self.checkpoints.poll():
             self.save_times.hear(report)
             if isinstance(report, Retained):
@@ -172,13 +174,24 @@ class Trainer:
         return is_new
 
     def _begin_save(
-        self, step: int, full: bool, weights: bool = False, version: bool = False
+        self,
+        step: int,
+        full: bool,
+        weights: bool = False,
+        version: bool = False,
+        memory: bool = False,
     ) -> None:
         loop = self.loop_state(step)
-        if full:  # nobody resumes from the others
+        if full:  # what was in memory has not been read from a disk
             loop["vitals"] = self.mesh.gather(self.models.vitals())
         is_begun = self.checkpoints.save(
-            step, self.models, loop, full=full, weights=weights, version=version
+            step,
+            self.models,
+            loop,
+            full=full,
+            weights=weights,
+            version=version,
+            memory=memory,
         )
         if full and is_begun:
             self.save_times.begun(step)

@@ -21,6 +21,7 @@ from runs import START_S, History, Run, metrics, overrides, train
 # number. Pool, runners and sessions count since their own process began.
 OWN = (
     "time",
+    "recovery/",
     "sync/",
     "pool/",
     "explorer/engine_idle",

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from exact import (
+    DETECTED_S,
     assert_same,
     await_file,
     curve,
@@ -26,6 +27,7 @@ from runs import REPOSITORY, checkpoints, step_rows, train, write_assets
 
 STEPS = 7
 SAVE_INTERVAL = 4
+MEMORY_INTERVAL = 6  # and the first state of each start
 GATED = 2  # policy version whose groups stop half-way when the rank is killed for the first time
 DIES_ALONE_S = 5.0  # time for the rest of a run to end when its supervisor was killed
 
@@ -77,7 +79,8 @@ def test_killed_and_continued_it_is_the_same_run(
 ) -> None:
     """All parts die, each once, the buffer twice: those that come back in place do."""
     save, budget = f"trainer.save_interval={SAVE_INTERVAL}", "cluster.max_restarts=4"
-    arguments = deterministic(root, "killed", root / "assets", save, budget, *settings)
+    memory = f"trainer.memory_interval={MEMORY_INTERVAL}"
+    arguments = deterministic(root, "killed", root / "assets", save, memory, budget, *settings)
     job = root / "rft" / "killed"
     (root / "gate").write_text(str(GATED))
     with train(*arguments) as run:
@@ -115,6 +118,10 @@ def test_killed_and_continued_it_is_the_same_run(
         run.wait_step(SAVE_INTERVAL + 1)
         assert lose_actor(run, "Synchronizer").startswith("synchronizer: ")
         run.wait_step(SAVE_INTERVAL + 2)
-        kill_rank(run, killed)
+        kill_rank(run, killed)  # a state newer than the checkpoint is in its agent's memory
+        run.wait_for(r"^trainer: back from memory, \d step.s. made again; seconds: detect ")
         assert (run.end(), run.errors()) == (0, "")
+    row = [row for row in step_rows(job) if "recovery/total_s" in row][-1]
+    again = SAVE_INTERVAL + 3 - row["step"]  # it may have died before that step was staged
+    assert row["recovery/steps_again"] == again and row["recovery/detect_s"] < DETECTED_S
     assert_same(job, reference, STEPS)

@@ -121,6 +121,11 @@ def plain(rows: int = 8, width: int = 1024, count: int = 4) -> State:
     return State({f"model/w{i}": torch.zeros(rows, width) for i in range(count)})
 
 
+def whole() -> State:
+    """More than one chunk, so that each of a few ranks stores some of it."""
+    return State({f"model/w{i}": torch.zeros(1024, 1024) for i in range(6)})
+
+
 def equal(one: State, other: State) -> bool:
     same = one.tensors.keys() == other.tensors.keys() and one.small == other.small
     return same and all(torch.equal(t, other.tensors[key]) for key, t in one.tensors.items())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rft.ground.process import socket_address
 from rft.run import control_socket
 from rft.run.control_socket import NAME, ControlSocket, NobodyAnswers, ask
 
@@ -47,7 +48,7 @@ def test_what_goes_wrong_is_told_and_the_next_one_is_answered(
 
 
 def test_a_caller_that_hangs_up_is_forgotten(opened: ControlSocket, directory: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as line, control_socket._address(directory) as address:
+    with socket.socket(socket.AF_UNIX) as line, socket_address(directory / NAME) as address:
         line.connect(address)
     assert ask(directory, {"said": 1}, 10) == {"heard": 1}
 

@@ -20,6 +20,7 @@ HEALTHY = {
     "drift/token_mult_prob_error": 1.0001,
     "clip_frac": 0.1,
     "drift/equal_answers": -0.2,
+    "drift/routed_otherwise": 0.05,
     "drift/lost_tokens": 0.0,
     "drift/failed_trained": 0.0,
 }
@@ -30,6 +31,8 @@ WRONG = [
     ("stale engine", {"staleness/token_max": 1.0, "drift/token_mult_prob_error": 2.1}),
     ("clipped", {"clip_frac": 0.4}),
     ("answers", {"drift/equal_answers": 0.1}),
+    ("experts", {"drift/routed_otherwise": 0.3}),
+    ("experts", {"drift/routed_otherwise": 0.1, "drift/routed_otherwise_first": 0.3}),
     ("tokens", {"drift/lost_tokens": 3.0}),
     ("tokens", {"drift/lost_tokens": -3.0}),
     ("rewards", {"drift/failed_trained": 1.0}),
@@ -65,6 +68,7 @@ def test_every_gate_has_a_number_that_passes_it() -> None:
         {"drift/token_mult_prob_error": 9.0},  # nobody knows of which version
         {**FRESH, "staleness/unversioned_tokens": 5.0, "drift/token_mult_prob_error": 9.0},
         {**HEALTHY, "staleness/token_max": 3.0, "drift/token_mult_prob_error": 1.5},
+        {**HEALTHY, "staleness/token_max": 3.0, "drift/routed_otherwise": 0.9},
     ],
 )
 def test_what_a_run_does_not_know_warns_nobody(metrics: dict[str, float]) -> None:

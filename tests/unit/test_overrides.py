@@ -109,6 +109,14 @@ def test_batched_messages_of_virtual_stages_are_refused() -> None:
         overrides.check(config, 4)
 
 
+def test_a_router_that_chooses_by_itself_is_refused_where_routes_are_replayed() -> None:
+    config = trainer(given={"moe_router_fusion": True})
+    with pytest.raises(ConfigError, match="trainer.router_replay=false"):
+        overrides.check(config, 4)
+    config.router_replay = False
+    overrides.check(config, 4)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

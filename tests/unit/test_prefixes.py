@@ -1,5 +1,6 @@
 """Rows that begin alike: what is computed once, what each token sees, and how groups are cut."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -83,6 +84,31 @@ def test_no_token_is_computed_once_that_carries_a_loss_in_two_rows(
         ]
         carried = found.source[np.flatnonzero(own)]
         assert len(carried) == len(set(carried.tolist()))
+
+
+@settings(max_examples=200, deadline=None)
+@given(ROWS, st.integers(0, 2**12 - 1), st.integers(0, 12))
+def test_a_token_is_computed_once_for_every_route(
+    drawn: list[tuple[list[int], int, int]], bits: int, where: int
+) -> None:
+    """Rows of which some were sent through other experts from some token on, and one through none:
+    whatever is shared, every label is predicted behind tokens of its own row's routes.
+    """
+    rows = []
+    for at, row in enumerate(rows_of(drawn)):
+        routes = np.repeat(row.tokens.astype(np.uint8), 4).reshape(-1, 2, 2)
+        routes[where:] += 10 * (bits >> at & 1)
+        rows.append(replace(row, routes=None if at == 3 else routes))
+    part = stack(rows, 1, 10**6, 1, cut=SHARE)[0]
+    whole = [stacked.packed() for stacked in part]
+    bins = [packed.rows.tolist() for packed in whole]
+    for packed in (*whole, *regrouped(whole, bins, [1.0] * len(rows), 1)):
+        found = computed(packed)
+        if packed.routes is None or found.source is None:
+            continue
+        own = packed.routes[found.places]
+        total = int(packed.cu_seqlens[-1])
+        assert np.array_equal(own[found.source[:total]], packed.routes[:total])
 
 
 def test_a_prompt_is_computed_once_and_identical_responses_are_not() -> None:

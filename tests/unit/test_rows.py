@@ -81,6 +81,7 @@ ROWS = {  # by section of the reference; the blocks of veRL's keys are in test_v
     "explorer.rollout_model.engine_type explorer.rollout_model.engine_num "
     "explorer.rollout_model.tensor_parallel_size "
     "explorer.rollout_model.enable_history explorer.rollout_model.enable_openai_api "
+    "explorer.rollout_model.enable_return_routed_experts "
     "explorer.auxiliary_models "
     "explorer.eval_interval explorer.eval_on_startup "
     "explorer.over_rollout.ratio explorer.over_rollout.wait_after_min "

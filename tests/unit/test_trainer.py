@@ -62,6 +62,7 @@ class Parts:
         )
         self.checkpoints = SimpleNamespace(
             requested=None,
+            remembered=None,
             save=self.save,
             before_update=lambda: note("copied"),
             poll=self.poll,
@@ -94,10 +95,13 @@ class Parts:
         full: bool,
         weights: bool,
         version: bool,
+        memory: bool,
     ) -> bool:
         kinds = [*["full"] * full, *["weights"] * weights, *["version"] * version]
+        kinds += ["memory"] * memory
         self.note(" ".join(["save", str(step), *kinds]))
         self.checkpoints.requested = step if full else self.checkpoints.requested
+        self.checkpoints.remembered = step if full or memory else self.checkpoints.remembered
         if self.exports == "always":
             done = {"collection": "", "name": "", "seconds": 0.0, "bytes": 0}
             self.news += [Committed(id=str(step), step=step, **done)]

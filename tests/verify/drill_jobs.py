@@ -33,6 +33,7 @@ from rft.megatron.learner import Learner
 from rft.megatron.policy import Policy
 from rft.run import assembly
 from rft.run.backends import MegatronBackend
+from rft.run.recovery import Recovery
 from rft.sync.publisher import Origin, Outcome, Publisher
 from rft.tools.toy import write_arithmetic, write_model
 from rft.trainer.models import Models
@@ -315,7 +316,7 @@ def attempt(path: str, root: str, sampler: Sampler, epoch: int, steps: int, seed
     try:
         models = backend.build_models(mesh)
         with mock.patch.object(assembly, "source", lambda *_: sampler):
-            built = assembly.assemble(backend, mesh, models, epoch, lambda: False)
+            built = assembly.assemble(backend, mesh, models, epoch, lambda: False, Recovery())
         assert built.trainer.fit(built.start) == steps
         built.trainer.checkpoints.close()
         built.trainer.publisher.close()

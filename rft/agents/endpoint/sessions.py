@@ -85,7 +85,7 @@ class Line:
             VersionSpan(version=s.version, start=s.start + at, end=s.end + at)
             for s in made.versions
         ]
-        self.routed_experts = None if self.calls else made.routed_experts
+        self.routed_experts = RoutedExperts.joined(self.routed_experts, made.routed_experts)
         self.calls.append(call)
 
 
@@ -255,6 +255,7 @@ class Session:
             versions=spans,
             temperature=call.temperature or 1.0,
             stop=call.stop,
+            routed_experts=line.routed_experts and line.routed_experts.first(call.end - 1),
         )
         return self._rewarded(
             experience, self._of_turn(call) if self.feedback.turns else self.feedback.total

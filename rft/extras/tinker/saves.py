@@ -137,6 +137,8 @@ class RemoteCheckpoints:
         self.keep = keep
         self.reach = reach
         self.requested: int | None = None  # step of the last save or load
+        self.remembered: int | None = None
+        self.read = (0, 0.0)
         self.needed = 0
         self._pending: list[PendingSave] = []
         self._failed: dict[int, str] = {}  # why, by step
@@ -180,10 +182,11 @@ class RemoteCheckpoints:
         full: bool = True,
         weights: bool = False,
         version: bool = False,
+        memory: bool = False,
     ) -> bool:
         """Begin; the service takes its copy before the next update.
 
-        Weights for engines alone are the publisher's, and versions the service's.
+        Weights for engines alone are the publisher's, and versions and memory the service's.
         """
         self._failed.pop(step, None)  # it is tried again
         paths = {kind: self.policy.saved(kind, step) for kind in ("state", "sampler")}

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from rft.ground.columns import Flags, Ids, LogProbs, behind, column
-from rft.ground.experience import Completion, Experience, Task, VersionSpan
+from rft.ground.experience import Completion, Experience, RoutedExperts, Task, VersionSpan
 from rft.rollout.context import WorkflowContext
 from rft.rollout.reward_worker import RewardResult, failure, judged
 from rft.rollout.workflows.threads import called, together
@@ -137,6 +137,7 @@ class Dialogue:
         self.versions: list[VersionSpan] = []
         self.turns: list[Experience] = []
         self.stop = "stop"
+        self.routes: RoutedExperts | None = None
 
     def say(self, made: Completion) -> None:
         """The model's turn."""
@@ -147,6 +148,7 @@ class Dialogue:
             for s in made.versions
         ]
         self.versions += moved
+        self.routes = RoutedExperts.joined(self.routes, made.routed_experts)
         self.ids += made.ids
         self.mask += made.chosen(self.task.sampling).tolist()
         self.logprobs += made.logprobs.tolist()
@@ -176,7 +178,7 @@ class Dialogue:
             versions=self.versions,
             stop=self.stop,
             turn=0,
-            routed_experts=None,
+            routed_experts=self.routes,
             metrics={},
             info={},
         )

@@ -1,0 +1,292 @@
+"""States that agents keep in memory, for ranks that come back: a restart reads what its last
+attempt has staged, and no disk.
+
+    trainer rank ── stage ──► slot ◄── its agent: hashes it, and keeps it until a newer one is
+         ╳ dies                              staged on every rank
+                                 agent: writes what is to be written, then rests, at a socket
+    new rank ── look ──►                 ◄── the slots' descriptors, what lies in which, and hashes
+             ── end ──► the agent ends; the slots are the new rank's, whose agent has the state
+
+In: slots that a trainer has staged (`rft.checkpoint.stager`). Out: at the agent, `Resting`; at a
+rank, `Memory`: the states of all agents of its host, and the pieces of one. Invariants: a slot that
+may be looked at is written by nobody; a byte that is handed out was compared with the hash made of
+it when it was staged; a state is gone on from only where every rank finds all that it needs of it.
+An agent rests no longer than somebody lives who may start ranks again, and `deadline_s`.
+"""
+
+import contextlib
+import logging
+import mmap
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from rft.checkpoint import fence
+from rft.checkpoint.records import CHUNK, FORMAT, Begin, CheckpointSettings, Kept, Receipt
+from rft.checkpoint.writer import ChunkHasher, file_name
+from rft.ground.process import frame, one_message, socket_address
+
+log = logging.getLogger(__name__)
+LOOK_S = 0.1  # between looks whether anybody may still come; nothing tells when a lock goes
+UNOWNED_S = 2.0  # from the end of who starts ranks to that of who rests for them
+ANSWER_S = 5.0  # of either end of a socket, and for an agent that was told to end
+LOOKED, ENDED = b"look", b"end"  # what a rank asks
+MOST_BYTES = 2**30  # of an answer: regions of a rank's part
+SLOTS = 8  # descriptors of one agent, at most
+
+
+class KeptState(msgspec.Struct, frozen=True):
+    receipt: Receipt
+    slot: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What an agent keeps, oldest first. Its slots' descriptors come beside it."""
+
+    pid: int
+    rank: int
+    slot_bytes: int
+    states: list[KeptState]
+
+
+def receipt_of(
+    settings: CheckpointSettings, begin: Begin, kept: Kept, chunks: list[str], data: memoryview
+) -> Receipt:
+    """Of a staged part in `data`. `chunks`: its hashes, if they were made of it already."""
+    chunks = chunks or kept.chunks
+    if not chunks:
+        hasher = ChunkHasher()
+        hasher.update(data)
+        chunks = hasher.finish()
+    return Receipt(
+        format=FORMAT,
+        id=begin.id,
+        step=begin.step,
+        epoch=settings.epoch,
+        rank=settings.rank,
+        world=settings.world,
+        layout=kept.layout,
+        file=file_name(settings.rank),
+        bytes=kept.bytes,
+        chunks=chunks,
+        regions=kept.regions,
+        small=begin.small,
+        local=begin.local,
+        loop=begin.loop,
+        about=begin.about,
+    )
+
+
+# --- the agent's side -----------------------------------------------------------------------------
+
+
+class Resting:
+    """An agent without a rank: it waits for one that takes its states over."""
+
+    def __init__(self, settings: CheckpointSettings, states: list[tuple[Receipt, int]]):
+        self.settings = settings
+        self.control = Path(settings.control)
+        self.answer = msgspec.msgpack.encode(
+            Answer(
+                os.getpid(),
+                settings.rank,
+                settings.slot_bytes,
+                [KeptState(receipt, slot) for receipt, slot in states],
+            )
+        )
+
+    def serve(self) -> None:
+        """Until a rank says that it has all, nobody can come any more, or `deadline_s`."""
+        path = fence.state_path(self.control, self.settings.epoch, self.settings.rank)
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as listener:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            with socket_address(path) as address:
+                listener.bind(address)
+            try:
+                os.chmod(path, 0o600)  # nobody can connect before `listen`
+                listener.listen()
+                self._serve(listener)
+            finally:
+                path.unlink(missing_ok=True)
+
+    def _serve(self, listener: socket.socket) -> None:
+        now = time.monotonic()
+        end, awaited = now + self.settings.deadline_s, now
+        log.info("resting: the state of step %d is kept", self._newest)
+        while now < end and now < awaited + UNOWNED_S:
+            if select.select([listener], [], [], LOOK_S)[0]:
+                with listener.accept()[0] as caller:
+                    if self._reply(caller):
+                        return
+            if fence.is_over(self.control, self.settings.epoch):
+                return
+            now = time.monotonic()
+            awaited = now if fence.is_owned(self.control) else awaited
+
+    @property
+    def _newest(self) -> int:
+        return msgspec.msgpack.decode(self.answer, type=Answer).states[-1].receipt.step
+
+    def _reply(self, caller: socket.socket) -> bool:
+        """Whether it was told to end; a caller that breaks off is nobody."""
+        with contextlib.suppress(OSError):
+            asked = one_message(caller, len(LOOKED), ANSWER_S)
+            caller.settimeout(ANSWER_S)
+            if asked == ENDED:
+                caller.sendall(frame(b""))
+                return True
+            socket.send_fds(caller, [b"\0"], self.settings.slots)
+            caller.sendall(frame(self.answer))
+        return False
+
+
+# --- the rank's side ------------------------------------------------------------------------------
+
+
+@dataclass
+class RestingAgent:
+    """One that has answered; `slots`: descriptors of this process, from then on."""
+
+    path: Path
+    answer: Answer
+    slots: list[int]
+
+    def end(self) -> None:
+        """Return when it is gone: its slots may be written."""
+        try:
+            with _asked(self.path, ENDED) as line:
+                one_message(line, 0, ANSWER_S)
+        except FileNotFoundError:  # it has ended by itself
+            return
+        except OSError as error:
+            log.warning("%s does not end (%s) and is killed", self.path.name, error)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.answer.pid, signal.SIGKILL)
+
+
+class Inherited(msgspec.Struct, frozen=True):
+    """What a rank takes over of the agent before its own: a state, and all slots."""
+
+    receipt: Receipt
+    slot: int
+    slots: list[int]
+    slot_bytes: int
+
+
+@dataclass
+class Memory:
+    """The agents of this host that rest; none where nothing was kept."""
+
+    control: Path
+    agents: list[RestingAgent] = field(default_factory=list)
+
+    def look(self) -> None:
+        """Ask all of them. One that does not answer is as if it were not there."""
+        own = fence.state_path(self.control, 0, 0).parent
+        for path in fence.resting(self.control):
+            if path.parent == own:
+                try:
+                    self.agents.append(_answer(path))
+                except (OSError, msgspec.DecodeError) as error:
+                    log.warning("%s keeps a state and does not answer: %s", path.name, error)
+
+    def offers(self) -> list[Any]:
+        """[id, step, epoch, world, rank] of every part that is here."""
+        return [
+            [one.id, one.step, one.epoch, one.world, one.rank]
+            for one in (state.receipt for agent in self.agents for state in agent.answer.states)
+        ]
+
+    def _parts(self, identity: str) -> Iterator[tuple[RestingAgent, KeptState]]:
+        """Of several agents with the same part the last that came."""
+        found = {
+            state.receipt.rank: (agent, state)
+            for agent in self.agents
+            for state in agent.answer.states
+            if state.receipt.id == identity
+        }
+        return iter(found.values())
+
+    def receipts(self, identity: str) -> list[Receipt]:
+        return [state.receipt for _, state in self._parts(identity)]
+
+    def files(self, identity: str) -> dict[int, "KeptFile"]:
+        """By rank."""
+        return {
+            state.receipt.rank: KeptFile(
+                agent.path.name, state.receipt, agent.slots[state.slot], agent.answer.slot_bytes
+            )
+            for agent, state in self._parts(identity)
+        }
+
+    def inherited(self, identity: str, rank: int) -> Inherited | None:
+        """This rank's own part of the state that was gone on from."""
+        for agent, state in self._parts(identity):
+            if state.receipt.rank == rank:
+                slots = [os.dup(slot) for slot in agent.slots]
+                return Inherited(state.receipt, state.slot, slots, agent.answer.slot_bytes)
+        return None
+
+    def end(self, rank: int, world: int) -> None:
+        """Let the agents end whose ranks are this one now; forget the others."""
+        for agent in self.agents:
+            if agent.answer.rank % world == rank:
+                agent.end()
+            for slot in agent.slots:
+                os.close(slot)
+        self.agents.clear()
+
+
+class KeptFile:
+    """One rank's part in a slot: `reader.RankBytes`, without a copy."""
+
+    def __init__(self, name: str, receipt: Receipt, descriptor: int, size: int):
+        self.name, self.bytes = name, receipt.bytes
+        self._receipt = receipt
+        self._descriptor, self._size = descriptor, size
+        self._view: memoryview | None = None
+        self._sound: set[int] = set()  # chunks that were compared with their hash
+
+    def read(self, start: int, count: int) -> memoryview:
+        """Raises Damaged."""
+        from rft.checkpoint.reader import Damaged  # with numpy, which an agent has no use for
+
+        if self._view is None:
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self._view = memoryview(
+                mmap.mmap(self._descriptor, self._size, flags=flags, prot=mmap.PROT_READ)
+            )
+        for number in range(start // CHUNK, -(-(start + count) // CHUNK)):
+            if number not in self._sound:
+                part = self._view[number * CHUNK : min((number + 1) * CHUNK, self.bytes)]
+                if xxhash.xxh3_128_hexdigest(part) != self._receipt.chunks[number]:
+                    raise Damaged(f"memory of {self.name}: chunk {number} was changed", self.name)
+                self._sound.add(number)
+        return self._view[start : start + count]
+
+
+@contextlib.contextmanager
+def _asked(path: Path, question: bytes) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(ANSWER_S)
+        with socket_address(path) as address:
+            line.connect(address)
+        line.sendall(frame(question))
+        yield line
+
+
+def _answer(path: Path) -> RestingAgent:
+    with _asked(path, LOOKED) as line:
+        _, slots, _, _ = socket.recv_fds(line, 1, SLOTS)
+        answer = msgspec.msgpack.decode(one_message(line, MOST_BYTES, ANSWER_S), type=Answer)
+    return RestingAgent(path, answer, list(slots))

@@ -1,0 +1,121 @@
+"""Router replay: tokens go through the experts that an engine has sent them through
+(arXiv:2510.11370), and not through those that the trainer's own numbers would choose.
+
+    Packing.routes ──ReplayedLayer──► ReplayedExperts, a call ──► RouterReplay of its router
+                                                       └─ computed again in backward: the same call
+
+In: the routes of a microbatch's tokens on this rank, beside what else every layer must know of it.
+Out: the same choice in forward, recompute and backward, whichever microbatches are under way; the
+weights of the chosen experts are the trainer's, and have its gradient. A token without a route goes
+where the trainer's numbers send it.
+
+megatron asks `router_replay` of a router which experts to take. Its own class of our name is one
+list for the whole process, that somebody must switch between microbatches, and again before each is
+computed again; here every call of a layer of experts carries its own routes instead, also into the
+backward pass.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from rft.ground.names import Dims
+from rft.monitor import trace
+
+
+class RouterReplay:
+    """Of the router of expert layer `number`, of `experts`. `given`: the routes of the call under
+    way [T, layers, top_k], None: there are none. `counts`: of the training passes, how many of the
+    experts that were given the trainer would have chosen, too, and how many those were.
+    """
+
+    def __init__(self, number: int, experts: int):
+        self.number = number
+        self.experts = experts
+        self.given: Tensor | None = None
+        self.counts: Tensor | None = None
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """megatron's question: (scores, numbers) of the experts of each token, [T, topk] both."""
+        values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self.given is None:
+            return values, chosen
+        given = self.given[:, self.number].long()
+        # what stands for none is beyond the last expert, or below the first
+        known = ((given >= 0) & (given < self.experts)).all(1, keepdim=True)
+        if torch.is_grad_enabled():
+            self._count(given, chosen, known)
+        routes = torch.where(known, given, chosen)
+        return scores.gather(1, routes), routes
+
+    def _count(self, given: Tensor, chosen: Tensor, known: Tensor) -> None:
+        both = ((given[:, :, None] == chosen[:, None, :]).any(2) & known).sum()
+        found = torch.stack([both, known.sum() * given.shape[1]]).double()
+        self.counts = found if self.counts is None else self.counts + found
+
+
+class ReplayedExperts(MoELayer):
+    """`routes`: of the next call. The call is one of a copy that shares all but this: what of it is
+    computed again in the backward pass, is by the copy, so by the routes of its own microbatch.
+    """
+
+    routes: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = copy.copy(self)
+        return MoELayer.forward(call, *args, **kwargs)
+
+    def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.router.router_replay.given = self.routes
+        found: tuple[Tensor, Tensor] = super().route(*args, **kwargs)
+        return found
+
+
+class ReplayedLayer(TransformerLayer):
+    """Hands its experts the routes of the microbatch that it is called for."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.mlp.routes = kwargs["packed_seq_params"].routes
+        return super().forward(*args, **kwargs)
+
+
+def attach(model: nn.Module, dims: Dims) -> list[RouterReplay]:
+    """One for every router of this part of the model. Layers become ours here: in a specification
+    megatron hands its process groups to no other class than its own.
+    """
+    numbers = [layer for layer in range(dims.layers) if dims.has_experts(layer)]
+    found = []
+    for layer in model.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            layer.__class__, layer.mlp.__class__ = ReplayedLayer, ReplayedExperts
+            replay = RouterReplay(numbers.index(layer.layer_number - 1), dims.experts)
+            layer.mlp.router.router_replay = replay
+            found.append(replay)
+    return found
+
+
+def agreement(replays: list[RouterReplay], mesh: Any) -> dict[str, float]:
+    """Over all ranks since the last call, how much of the engine's choice the trainer shares;
+    nothing where there was none. A collective.
+    """
+    counts = [replay.counts for replay in replays if replay.counts is not None]
+    for replay in replays:
+        replay.counts = None
+    with trace.span("agreement"):
+        sums = torch.stack(counts).sum(0).cpu() if counts else torch.zeros(2, dtype=torch.float64)
+        mesh.reduce(sums, sums[:0])
+    both, given = sums.tolist()
+    if not given:
+        return {}
+    return {"routing/agree_frac": both / given, "drift/routed_otherwise": 1 - both / given}

@@ -1,0 +1,237 @@
+"""States in the memory of agents whose ranks are killed: back bit by bit, of one step, on every
+rank, or not at all.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from states import (
+    PATIENCE,
+    Hand,
+    Ranks,
+    State,
+    equal,
+    managed,
+    plain,
+    save,
+    trainer_config,
+    until,
+    whole,
+)
+
+from rft.checkpoint import fence
+from rft.checkpoint.manager import CheckpointManager
+from rft.ground import durable
+from rft.ground.process import adopt_orphans
+
+TRAINER = Path(__file__).with_name("kept_trainer.py")
+WORLD = 2
+
+
+@pytest.fixture
+def root(memory_path: Path) -> Iterator[Path]:
+    """Of a job whose ranks somebody would start again."""
+    adopt_orphans()
+    root = memory_path / "c"
+    lock = root / "control" / fence.OWNER
+    lock.parent.mkdir(parents=True)
+    descriptor = durable.lock(lock)
+    yield root
+    if descriptor is not None:
+        os.close(descriptor)
+    until(lambda: fence.living_agents(root / "control") == [], "no agent is left")
+
+
+def kill(root: Path, epoch: int = 1) -> None:
+    """Let ranks come to step 3, and kill them all."""
+    command = [sys.executable, str(TRAINER), str(root), str(WORLD), str(epoch)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == b"staged\n"
+        trainer.kill()
+    assert fence.await_agents(root / "control", PATIENCE, lambda line: None) == []
+
+
+def of_ranks(act: Any, world: int = WORLD) -> list[Any]:
+    ranks = Ranks(world)
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(lambda rank: act(ranks.member(rank)), range(world)))
+
+
+def resumed(root: Path, epoch: int) -> list[tuple[CheckpointManager, State, Any]]:
+    """Managers of every rank that have loaded, with what they found."""
+
+    def act(member: Any) -> tuple[CheckpointManager, State, Any]:
+        config, state = trainer_config(memory_interval=1), whole()
+        manager = CheckpointManager(root, member, config, epoch=epoch, log_dir=root.parent)
+        return manager, state, manager.load(state)
+
+    return of_ranks(act)
+
+
+@contextmanager
+def started(found: list[tuple[CheckpointManager, State, Any]]) -> Iterator[None]:
+    with ThreadPoolExecutor(len(found)) as pool, ExitStack() as ends:
+        for manager, _, _ in found:
+            ends.callback(manager.close, PATIENCE)
+        list(pool.map(lambda one: one[0].start(one[1]), found))
+        yield
+
+
+def old_agents(root: Path) -> list[str]:
+    names = [path.name for path in fence.living_agents(root / "control")]
+    return [name for name in names if name.startswith("e0001")]
+
+
+def lose_the_disk(root: Path) -> None:
+    """Its bytes: whoever reads them finds damage."""
+    for path in root.glob("step_*/*.bin"):
+        path.write_bytes(b"")
+
+
+def test_all_ranks_go_on_from_what_was_staged_last_and_read_no_disk(root: Path) -> None:
+    kill(root)
+    lose_the_disk(root)
+    found = resumed(root, 2)
+    for manager, state, loop in found:
+        assert loop is not None and loop["step"] == 3 and loop["seen"] == 3
+        assert equal(state, whole().fill(3)) and state.local == b"3"
+        assert (manager.newest, manager.requested, manager.remembered) == (1, None, 3)
+    with started(found):
+        assert [manager.in_memory for manager, _, _ in found] == [3, 3]
+        for manager, _, _ in found:
+            until(lambda link=manager._link: link.state == "ready", "its agent is there")
+        for step in (4, 5, 6):  # in both slots, one after the other
+            for manager, state, _ in found:
+                manager.save(step, state.fill(step), {}, full=False, memory=True)
+                manager.before_update()
+        until(lambda: old_agents(root) == [], "their slots are written")
+        assert found[0][0].metrics()["checkpoint/memory_skipped"] == 0
+        assert [manager.in_memory for manager, _, _ in found] == [6, 6]
+
+
+def test_a_rank_that_dies_before_its_first_step_finds_the_state_again(root: Path) -> None:
+    kill(root)
+    lose_the_disk(root)
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(TRAINER.parent)!r})
+from test_ckpt_memory import Path, resumed, started
+with started(found := resumed(Path({str(root)!r}), 2)):
+    assert all(loop["step"] == 3 for _, _, loop in found)
+    os.kill(os.getpid(), 9)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], timeout=4 * PATIENCE)
+    assert ended.returncode == -signal.SIGKILL
+    assert fence.await_agents(root / "control", PATIENCE, lambda line: None) == []
+    found = resumed(root, 3)
+    assert [loop["step"] for _, _, loop in found] == [3, 3]
+    assert all(equal(state, whole().fill(3)) for _, state, _ in found)
+    with started(found):
+        pass
+
+
+def test_a_part_that_is_missing_or_changed_is_no_state_and_the_disk_is_read(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kill(root)
+    lost = fence.holder(fence.lock_path(root / "control", 1, 1))
+    psutil.Process(lost).kill()
+    until(lambda: len(fence.living_agents(root / "control")) == 1, "one is gone")
+    found = resumed(root, 2)
+    assert [loop["step"] for _, _, loop in found] == [1, 1]
+    with started(found):
+        until(lambda: old_agents(root) == [], "what nobody goes on from is given back")
+
+
+def test_a_changed_byte_is_found(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kill(root)
+    agent = fence.holder(fence.lock_path(root / "control", 1, 0))
+    for link in Path(f"/proc/{agent}/fd").iterdir():
+        if "rft-checkpoint-slot" in os.readlink(link):
+            with link.open("r+b") as slot:
+                slot.seek(2**20)
+                slot.write(b"\xff")
+    found = resumed(root, 2)
+    assert [loop["step"] for _, _, loop in found] == [1, 1]
+    assert all(equal(state, whole().fill(1)) for _, state, _ in found)
+    assert "chunk 0 was changed" in caplog.text
+    with started(found):
+        pass
+
+
+def test_agents_rest_no_longer_than_somebody_may_come(root: Path) -> None:
+    kill(root)
+    control = root / "control"
+    assert len(fence.living_agents(control)) == WORLD and fence.busy_agents(control) == []
+    fence.take_epoch(control)
+    fence.end_rest(control)
+    until(lambda: fence.living_agents(control) == [], "told that nobody comes")
+
+
+def test_saves_to_disk_and_versions_go_on_beside(root: Path, memory_path: Path) -> None:
+    state, config = plain(), trainer_config(memory_interval=1, versions="all")
+    with managed(root, state, config=config) as manager:
+        for step in range(1, 8):
+            full = step % 3 == 0
+            manager.save(step, state.fill(step), {}, full=full, version=True, memory=True)
+            manager.before_update()
+            manager.wait(step)
+        assert manager.in_memory == 7
+        numbers = manager.metrics()
+        assert numbers["checkpoint/versions"] == 7 and numbers["checkpoint/committed"] == 2
+        assert numbers["checkpoint/memory_skipped"] == 0
+
+
+def test_a_state_is_not_waited_for_while_the_disk_has_both_slots(
+    root: Path, memory_path: Path
+) -> None:
+    hand, state = Hand(memory_path / "hand"), plain()
+    config = trainer_config(memory_interval=1)
+    with managed(root, state, config=config, agent=hand.command) as manager:
+        save(manager, 1, state.fill(1))
+        hand.hold("sync")
+        for step in (2, 3):
+            manager.save(step, state.fill(step), {})
+            manager.before_update()
+        manager.save(4, state.fill(4), {}, full=False, memory=True)
+        manager.before_update()
+        assert manager.in_memory == 3
+        until(lambda: manager.metrics()["checkpoint/memory_skipped"] == 1, "it was left out")
+        hand.await_arrival()
+        hand.let_go("sync")
+        for step in (2, 3):
+            manager.wait(step)
+        assert manager.metrics()["checkpoint/failed"] == 0
+    hand.close()
+
+
+def test_an_agent_that_dies_costs_no_state(root: Path) -> None:
+    state, config = plain(), trainer_config(memory_interval=1)
+    with managed(root, state, config=config) as manager:
+        save(manager, 1, state.fill(1))
+        manager.save(2, state.fill(2), {}, full=False, memory=True)
+        manager.before_update()
+        os.kill(manager._link.pid, signal.SIGKILL)
+        until(lambda: manager._link.deaths == 1, "its death is heard of")
+        until(lambda: manager._link.state == "ready", "the next one is there")
+        assert manager.in_memory == 2
+        for step in (3, 4, 5):  # its slots come back from the next one
+            manager.save(step, state.fill(step), {}, full=False, memory=True)
+            manager.before_update()
+        assert manager.metrics()["checkpoint/memory_skipped"] == 0
+
+
+def test_a_budget_that_holds_no_whole_part_is_refused(root: Path) -> None:
+    config = trainer_config(memory_interval=1, host_memory_gb=0.017)
+    with pytest.raises(ValueError, match="memory_interval=1 keeps .* set at least 0.050"):
+        CheckpointManager(root, Ranks(1).member(0), config).start(whole())
