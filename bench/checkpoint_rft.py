@@ -113,7 +113,7 @@ class RftLazy(Mode):
         self, step: int, state: State, into: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         found = restore.load(self.manager.storage, self.ranks, Policy(state, into), None)
-        if found is None or found["step"] != step:
+        if found is None or found.loop["step"] != step:
             raise RuntimeError(f"step {step} was committed, but the newest checkpoint is {found}")
         return into
 

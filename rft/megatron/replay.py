@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from rft.ground.names import Dims
@@ -65,16 +64,16 @@ class RouterReplay:
         self.counts = found if self.counts is None else self.counts + found
 
 
-class ReplayedExperts(MoELayer):
-    """`routes`: of the next call. The call is one of a copy that shares all but this: what of it is
-    computed again in the backward pass, is by the copy, so by the routes of its own microbatch.
+class ReplayedExperts(nn.Module):
+    """In front of megatron's layer of experts. `routes`: of the next call. The call is one of a
+    copy that shares all but this: what of it is computed again in the backward pass, is by the
+    copy, so by the routes of its own microbatch.
     """
 
     routes: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        call = copy.copy(self)
-        return MoELayer.forward(call, *args, **kwargs)
+        return super(ReplayedExperts, copy.copy(self)).forward(*args, **kwargs)
 
     def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.router.router_replay.given = self.routes
@@ -82,8 +81,10 @@ class ReplayedExperts(MoELayer):
         return found
 
 
-class ReplayedLayer(TransformerLayer):
-    """Hands its experts the routes of the microbatch that it is called for."""
+class ReplayedLayer(nn.Module):
+    """In front of megatron's transformer layer: hands its experts the routes of the microbatch that
+    it is called for.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.mlp.routes = kwargs["packed_seq_params"].routes
@@ -98,11 +99,17 @@ def attach(model: nn.Module, dims: Dims) -> list[RouterReplay]:
     found = []
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
-            layer.__class__, layer.mlp.__class__ = ReplayedLayer, ReplayedExperts
+            _put_in_front(ReplayedLayer, layer)
+            _put_in_front(ReplayedExperts, layer.mlp)
             replay = RouterReplay(numbers.index(layer.layer_number - 1), dims.experts)
             layer.mlp.router.router_replay = replay
             found.append(replay)
     return found
+
+
+def _put_in_front(front: type[nn.Module], module: nn.Module) -> None:
+    base = type(module)
+    module.__class__ = type(f"Replayed{base.__name__}", (front, base), {})
 
 
 def agreement(replays: list[RouterReplay], mesh: Any) -> dict[str, float]:

@@ -151,7 +151,7 @@ class RolloutEngine(EngineWeights):
         await self.llm.update_weight_version(str(version))
         await self.open_workers()
         if self.tells_routes and self.device_kind == "cpu":
-            await self.llm.collective_rpc("rft_keep_routes")
+            await self._keep_routes()
         if self.device_kind == "cpu" and trace.environment():
             await self.llm.collective_rpc("rft_count_time")
         self._version = version
@@ -191,11 +191,28 @@ class RolloutEngine(EngineWeights):
                 f"{self.name} did not start with engine_args={given}: {words}"
             ) from error
 
+    async def _keep_routes(self) -> None:
+        """Raises RuntimeError where workers cannot, and were asked to."""
+        assert self.llm
+        (why, *_) = await self.llm.collective_rpc("rft_keep_routes")
+        if not why:
+            return
+        self.tells_routes = False
+        said = f"{self.name} cannot tell which experts tokens go through: {why}"
+        if self._asked_for_routes:
+            raise RuntimeError(f"{said}; set rollout_model.enable_return_routed_experts=false")
+        log.warning("%s; the trainer chooses by itself", said)
+
+    @property
+    def _asked_for_routes(self) -> bool | None:
+        """None: it is for the engine to say. Nothing that other models say is trained on."""
+        return getattr(self.rollout, "enable_return_routed_experts", False)
+
     def _tells_routes(self, arguments: "AsyncEngineArgs") -> bool:
         """As asked; or else where the model has experts, and vLLM, on a GPU, runs it in the way
         that it tells them in.
         """
-        asked = getattr(self.rollout, "enable_return_routed_experts", False)
+        asked = self._asked_for_routes
         if asked is not None or not num_experts(read_hf_config(self.model.model_path)):
             return bool(asked)
         if self.device_kind == "cpu":

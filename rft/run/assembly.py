@@ -100,11 +100,7 @@ def assemble(
         pool = control.PoolNumbers(explorer)
         speed = speed_of(backend, mesh, feed.cost)
         reporter = StepReporter(
-            config,
-            backend.job,
-            step,
-            tokenizer,
-            speed,
+            *(config, backend.job, step, tokenizer, speed),
             lambda: pool.metrics() | recovery.pop(),
         )
     trainer = Trainer(

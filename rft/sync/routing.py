@@ -121,14 +121,9 @@ def routers(model: Any) -> list[Any]:
     layers.sort(key=lambda layer: int(layer.layer_id))
     for layer in layers:
         if layer.is_monolithic or not isinstance(layer.router, BaseRouter):
-            raise ValueError(
-                f"explorer.rollout_model.enable_return_routed_experts: vLLM's kernel of layer "
-                f"{layer.layer_id} chooses experts by itself, and tells nobody: set it to false"
-            )
+            raise ValueError(f"vLLM's kernel of layer {layer.layer_id} chooses experts by itself")
     if not layers:
-        raise ValueError(
-            "explorer.rollout_model.enable_return_routed_experts: this model has no experts"
-        )
+        raise ValueError("vLLM has no layer of experts for this model")
     return [layer.router for layer in layers]
 
 
@@ -140,10 +135,7 @@ def cache_of(runner: Any) -> tuple[int, int]:
     for number, group in enumerate(config.kv_cache_groups):
         if isinstance(group.kv_cache_spec, FullAttentionSpec):
             return number, config.num_blocks * group.kv_cache_spec.block_size
-    raise ValueError(
-        "explorer.rollout_model.enable_return_routed_experts: no layer of this model sees all "
-        "tokens before its own, so nothing says what a cached prefix is: set it to false"
-    )
+    raise ValueError("no layer sees all tokens before its own, so none says what is cached")
 
 
 def asked_as(name: str) -> str:

@@ -52,14 +52,18 @@ class WorkerExtension:
 
         DecodingTime(self.model_runner)  # type: ignore[attr-defined]
 
-    def rft_keep_routes(self) -> None:
+    def rft_keep_routes(self) -> str:
         """From now on it is known which experts a request's tokens went through: at the first of
-        the engine's workers, since routers are whole at each.
+        the engine's workers, since routers are whole at each. Returns why not, where that is so.
         """
         from rft.sync.routing import RouteCapture
 
         if not self.rank:  # type: ignore[attr-defined]
-            self.rft_routes = RouteCapture(self.model_runner)  # type: ignore[attr-defined]
+            try:
+                self.rft_routes = RouteCapture(self.model_runner)  # type: ignore[attr-defined]
+            except ValueError as error:
+                return str(error)
+        return ""
 
     def rft_ended_routes(self, requests: dict[str, int]) -> bytes:
         """`RouteCapture.ended`, at the first worker; nothing at others."""

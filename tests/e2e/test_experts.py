@@ -8,7 +8,7 @@ import pytest
 
 from rft.tools.toy import write_arithmetic, write_model
 
-from runs import MODEL, checkpoints, overrides, step_rows, train
+from runs import MODEL, REPEATS, TASKS, checkpoints, overrides, step_rows, train
 
 STEPS = 3
 LAYOUT = [  # of experiment=quickstart_moe
@@ -45,6 +45,9 @@ def test_a_mixture_of_experts_is_tuned_at_tp2_ep2(tmp_path: Path) -> None:
     # Every step learns from what the weights of the step before have said: all of them reached the
     # engine.
     assert max(row["logprob_diff/max"] for row in rows) < TOLERANCE
+    # the trainer was told of every token but the last of each response, and would have chosen so
+    assert all(row["routing/free_tokens"] == TASKS * REPEATS for row in rows)
+    assert all(row["routing/agree_frac"] > 0.99 and not row["drift/alarms"] for row in rows)
     assert checkpoints(job)[-1] == STEPS
     _, loading = AutoModelForCausalLM.from_pretrained(
         job / "huggingface" / "step_00000003", output_loading_info=True

@@ -89,8 +89,8 @@ class Start:
 
     def run(self, member: Member, patience_s: float) -> None:
         try:
-            loop = restore.load(self.storage, member, self.state, None, patience_s)
-            self.step = loop and loop["step"]
+            found = restore.load(self.storage, member, self.state, None, patience_s)
+            self.step = found and found.loop["step"]
         except Exception as error:  # the test looks at it
             self.error = error
 
@@ -316,8 +316,9 @@ def test_more_files_than_descriptors_are_read_a_few_at_a_time(memory_path: Path)
         "from rft.checkpoint.storage import open_storage\n"
         "state = State({'t': torch.zeros(48, 4)}); resource.setrlimit(resource.RLIMIT_NOFILE, (40, "
         "40))\n"
-        "loop = restore.load(open_storage(sys.argv[1]), OneRank(), state, None)\n"
-        "assert loop == {'step': 1} and state.tensors['t'].flatten().tolist() == list(range(192))\n"
+        "found = restore.load(open_storage(sys.argv[1]), OneRank(), state, None)\n"
+        "assert found.loop == {'step': 1}\n"
+        "assert state.tensors['t'].flatten().tolist() == list(range(192))\n"
     )
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     command = [sys.executable, "-c", script, str(memory_path / "c")]

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from rft.algorithm import credit
 from rft.buffer.delivery import opened
@@ -28,7 +29,7 @@ from rft.ground.experience import (
     route_dtype,
 )
 from rft.ground.families import route_bytes, routing_of
-from rft.rollout.workflows import experience
+from rft.rollout.workflows import check, experience
 from rft.rollout.workflows.dialogue import Dialogue
 from rft.trainer.feed import Feed
 from tests.unit.test_feed import Alone, Rows
@@ -157,6 +158,22 @@ def test_a_token_takes_the_room_that_is_planned_for_it(experts: int) -> None:
 def test_more_than_there_are_tokens_of_are_refused() -> None:
     with pytest.raises(ValueError, match="routes of 8 tokens, where there are 7"):
         routed().array(PROMPT + RESPONSE - 2)
+
+
+def test_a_workflow_that_cuts_a_response_cuts_its_routes_too() -> None:
+    task = Task(id="t/0/0", taskset="t", row=0, prompt="?", sampling=Sampling())
+    whole = made(routed())
+    assert check(task, [whole]) == []
+    cut = replace(
+        whole,
+        tokens=whole.tokens[:-2],
+        action_mask=whole.action_mask[:-2],
+        logprobs=whole.logprobs[:-2],
+    )
+    with pytest.raises(ValueError, match="routed_experts of 8 tokens, where there are 7"):
+        check(task, [cut])
+    cut.routed_experts = routed().first(6)
+    assert check(task, [cut]) == []
 
 
 def test_none_is_never_the_number_of_an_expert() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from rft.ground.families import num_experts
+from rft.ground.names import read_hf_config
 from rft.tools.toy import write_arithmetic, write_model
 
-from runs import MODEL, checkpoints, overrides, step_rows, train
+from runs import MODEL, REPEATS, TASKS, checkpoints, overrides, step_rows, train
 
 STEPS = 10
 TOLERANCE = 1e-4  # of a log-probability, engine against trainer, on equal weights in float32
@@ -52,5 +54,9 @@ def tuned(root: Path, name: str, assets: Path, steps: int, *more: str) -> Path:
     rows = step_rows(job)
     assert len(rows) == steps and all(row["grad_norm"] > 0 for row in rows)
     assert max(row["logprob_diff/max"] for row in rows) < TOLERANCE
+    if num_experts(read_hf_config(str(assets / "model"))):
+        # of every token but the last of a response the engine has told its experts
+        assert all(row["routing/free_tokens"] == TASKS * REPEATS for row in rows)
+        assert all(row["routing/agree_frac"] > 0.99 for row in rows)
     assert checkpoints(job)[-1] == steps
     return job

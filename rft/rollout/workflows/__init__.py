@@ -190,6 +190,9 @@ def problem(made: Experience) -> str | None:
                 f"version {span.version} of tokens {span.start} to {span.end}, but the response "
                 f"has {made.response_length}"
             )
+    routes = made.routed_experts
+    if routes is not None and routes.positions > len(made.tokens):
+        return f"routed_experts of {routes.positions} tokens, where there are {len(made.tokens)}"
     return None
 
 
