@@ -26,6 +26,7 @@ WINDOW = 5  # steps; a single spike that is gone at once is none (NeMo-RL, the p
 PAGE = "docs/observe.md#gates"
 ERROR = "drift/token_mult_prob_error"
 ROUTED = "drift/routed_otherwise"
+APART = "logprob_diff/max"
 ANY_ERROR, FP32_ERROR = 1.05, 1.001  # its limits where none is given
 
 
@@ -71,6 +72,14 @@ GATES = (
         "twice GSPO's share, the largest that was published of a healthy run (arXiv:2507.18071)",
     ),
     Limit(
+        "bits",
+        APART,
+        "",
+        "trainer_engine=bitwise, and a token has another log-probability in the trainer than in "
+        "its engine: a layer, a number of threads or a library that is not the same on both sides",
+        "exact",
+    ),
+    Limit(
         "answers",
         "drift/equal_answers",
         "equal_answers",
@@ -105,13 +114,14 @@ GATES = (
 
 @dataclass
 class Gates:
-    """`stop`: trainer.on_drift. `is_fp32`: trainer and engines compute in it. `tripped`: why the
-    run is to end, if it is.
+    """`stop`: trainer.on_drift. `is_fp32`: trainer and engines compute in it. `is_bitwise`: to the
+    same bits. `tripped`: why the run is to end, if it is.
     """
 
     config: DriftConfig = field(default_factory=DriftConfig)
     stop: bool = False
     is_fp32: bool = False
+    is_bitwise: bool = False
     tripped: str = ""
     warned: set[str] = field(default_factory=set)
     recent: dict[str, deque[float]] = field(default_factory=dict)
@@ -121,7 +131,7 @@ class Gates:
         passed = 0
         for gate in GATES:
             value = _value(gate, metrics)
-            if value is None:
+            if value is None or (gate.metric == APART and not self.is_bitwise):
                 continue
             limit = self._limit(gate)
             if gate.limit:
@@ -173,7 +183,7 @@ def _value(gate: Limit, metrics: Mapping[str, float]) -> float | None:
     """Of the ratio that of the first update, where there are several: there the policy has not
     moved yet.
     """
-    if gate.metric not in (ERROR, ROUTED):
+    if gate.metric not in (ERROR, ROUTED, APART):
         return metrics.get(gate.metric)
     found = metrics.get(f"{gate.metric}_first", metrics.get(gate.metric))
     if found is None:
@@ -182,7 +192,7 @@ def _value(gate: Limit, metrics: Mapping[str, float]) -> float | None:
     if metrics.get("staleness/unversioned_tokens", 1.0):
         return None
     is_fresh = metrics.get("staleness/token_max", 1.0) <= 0
-    if gate.metric == ROUTED:
+    if gate.metric in (ROUTED, APART):
         return found if is_fresh else None
     return found if is_fresh == (gate.limit == "token_mult_prob_error") else None
 
