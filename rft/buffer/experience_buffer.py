@@ -3,7 +3,7 @@ every step.
 
     explorer ── admit ─► slot, group number         trainer ── take(step) ─► batch       checkpoint
             ── position ─► number
-             ── put ───► durable, acknowledged              ── consumed(step)
+             ── answered, put ─► durable, acknowledged      ── consumed(step)
                      ── retain
              ── abandon                             sync    ── published(version) ─► frees slots
 
@@ -41,15 +41,9 @@ from rft.ground.durable import FILES, Files
 from rft.ground.experience import encode
 
 COUNTERS = (
-    "experiences",
-    "duplicate_puts",
-    "late_abandons",
-    "short_groups",
-    "incomplete_batches",
-    "over_stale_groups",
-    "bad_rewards",
-    "cut_groups",
-)
+    "experiences", "duplicate_puts", "late_abandons", "short_groups", "incomplete_batches",
+    "over_stale_groups", "bad_rewards", "cut_groups",
+)  # fmt: skip
 SEGMENT_BYTES = 64 * 2**20  # of the journal
 
 logger = logging.getLogger(__name__)
@@ -123,13 +117,11 @@ class ExperienceBuffer(BatchedCalls):
             self._append(records.Attached(explorer=name))
         heard = self._progress.next_group - 1
         await self._settle()
-        groups = [(group.number, group.task) for group in self._progress.unfinished(name)]
-        cursor, told = self._progress.cursors.get(name), self._progress.told.get(name, [])
         return {
-            "cursor": cursor,
-            "reissue": groups,
+            "cursor": self._progress.cursors.get(name),
+            "reissue": [(one.number, one.task) for one in self._progress.unfinished(name)],
             "run_epoch": self._progress.run_epoch,
-            "told": told,
+            "told": self._progress.told.get(name, []),
             "heard": heard,
         }
 
@@ -195,9 +187,10 @@ class ExperienceBuffer(BatchedCalls):
         await self._settle()
         return numbers
 
-    async def readmit(self, explorer: str, group: int) -> None:
-        """Wait until an unfinished group from `attach_explorer` may start again."""
-
+    async def readmit(self, explorer: str, group: int) -> list[bytes]:
+        """Wait until an unfinished group from `attach_explorer` may start again; returns what was
+        `answered` to it.
+        """
         async with self._waits.changed:
             if not await self._waits.wait(
                 lambda: self._selection.may_restart(group, self._stood.published), self.timeout
@@ -205,13 +198,21 @@ class ExperienceBuffer(BatchedCalls):
                 raise TimeoutError(
                     f"group {group} could not start again in {self.timeout:g} s: {self._why()}"
                 )
-            if group not in {
-                unfinished.number for unfinished in self._progress.unfinished(explorer)
-            }:
+            if group not in [one.number for one in self._progress.unfinished(explorer)]:
                 raise ValueError(
                     f"group {group} is not an unfinished group of explorer {explorer!r}"
                 )
             self._append(records.Restarted(group=group, **self._now()))
+        await self._settle()
+        return await self._ledger.answers(group)
+
+    async def answered(self, answers: list[tuple[int, bytes, int | None]]) -> None:
+        """Keep what engines have answered to groups that are not finished, and only to these: the
+        group, an encoded list, the oldest version that sampled a token of it. Durable on return.
+        """
+        for group, encoded, version in answers:
+            if self._progress.is_open(group):
+                self._append(records.Answered(group=group, answers=encoded, version=version))
         await self._settle()
 
     async def put(self, group: int, experiences: bytes, told: list[Any] | None = None) -> None:
@@ -498,8 +499,7 @@ class ExperienceBuffer(BatchedCalls):
             raise ValueError(
                 f"group {number} was never admitted; the next group is {self._progress.next_group}"
             )
-        group = self._progress.waiting.get(number)
-        is_open = group is not None and not group.stored
+        is_open = self._progress.is_open(number)
         self._counts[counter] += not is_open
         return is_open
 

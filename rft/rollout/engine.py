@@ -32,14 +32,12 @@ from rft.ground.device import freeze_loaded, thread_environment
 from rft.ground.experience import (
     Completion,
     GenerateRequest,
-    RoutedExperts,
     StopReason,
     VersionSpan,
     decode,
     encode,
-    route_dtype,
 )
-from rft.ground.families import has_latent_attention, num_experts
+from rft.ground.families import has_latent_attention
 from rft.ground.names import (
     DTYPES,
     ITEM_BYTES,
@@ -52,17 +50,15 @@ from rft.ground.process import ending, family
 from rft.monitor import trace
 from rft.monitor.logs import STACKS_SIGNAL
 from rft.rollout.adapter_serving import ServedAdapter
+from rft.rollout.engine_routes import EngineRoutes
 from rft.rollout.engine_weights import (
     EngineDied,
     EngineUnavailable,
-    EngineWeights,
     tells_its_death,
 )
 
 if TYPE_CHECKING:
-    import numpy as np
     from vllm import SamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -101,7 +97,7 @@ QUIET = {
 }
 
 
-class RolloutEngine(EngineWeights):
+class RolloutEngine(EngineRoutes):
     """Life: created -> start -> serving <-> updating; `poisoned` after a half-installed round,
     until the next full one.
     """
@@ -126,9 +122,9 @@ class RolloutEngine(EngineWeights):
         self.device_kind = device_kind
         self.max_model_len = max_model_len
         self.requests = self._running = 0
+        self._served: dict[str, ServedAdapter | None] = {}  # by requests that are under way
         self.tokens = 0
         self.cached = 0  # prompt tokens whose keys and values were there already
-        self.tells_routes = False  # which experts each token went through
         self.colocated = colocated  # the trainer has the same devices
         self._broken: asyncio.Future[None] | None = None
         self._stopping = False
@@ -190,35 +186,6 @@ class RolloutEngine(EngineWeights):
             raise RuntimeError(
                 f"{self.name} did not start with engine_args={given}: {words}"
             ) from error
-
-    async def _keep_routes(self) -> None:
-        """Raises RuntimeError where workers cannot, and were asked to."""
-        assert self.llm
-        (why, *_) = await self.llm.collective_rpc("rft_keep_routes")
-        if not why:
-            return
-        self.tells_routes = False
-        said = f"{self.name} cannot tell which experts tokens go through: {why}"
-        if self._asked_for_routes:
-            raise RuntimeError(f"{said}; set rollout_model.enable_return_routed_experts=false")
-        log.warning("%s; the trainer chooses by itself", said)
-
-    @property
-    def _asked_for_routes(self) -> bool | None:
-        """None: it is for the engine to say. Nothing that other models say is trained on."""
-        return getattr(self.rollout, "enable_return_routed_experts", False)
-
-    def _tells_routes(self, arguments: "AsyncEngineArgs") -> bool:
-        """As asked; or else where the model has experts, and vLLM, on a GPU, runs it in the way
-        that it tells them in.
-        """
-        asked = self._asked_for_routes
-        if asked is not None or not num_experts(read_hf_config(self.model.model_path)):
-            return bool(asked)
-        if self.device_kind == "cpu":
-            return True
-        can = bool(arguments.create_engine_config().use_v2_model_runner)
-        return can and bool(self.rollout.enable_prefix_caching)
 
     @property
     def workers(self) -> int:
@@ -322,32 +289,33 @@ class RolloutEngine(EngineWeights):
             prompt["cache_salt"] = f"weights {self._version}"
         output: RequestOutput | None = None
         lora = served.request() if served else None
-        async for made in llm.generate(prompt, params, asked.request_id, lora_request=lora):
-            output = made
+        self._served[asked.request_id] = served
+        try:
+            async for made in llm.generate(prompt, params, asked.request_id, lora_request=lora):
+                output = made
+        finally:
+            del self._served[asked.request_id]
         assert output is not None and output.finished, (
             "vLLM ended a request without its final output"
         )
         return output
 
-    async def _routes(
-        self, asked: GenerateRequest, output: "RequestOutput"
-    ) -> list[RoutedExperts | None]:
-        """Of every continuation, as far as its tokens went through the model: all but the last."""
-        counts = [len(asked.prompt) + max(0, len(made.token_ids) - 1) for made in output.outputs]
-        if self.device_kind != "cpu":
-            hf = read_hf_config(self.model.model_path)
-            return [
-                told_by_vllm(made.routed_experts, count, Dims.of(hf))
-                for made, count in zip(output.outputs, counts, strict=True)
-            ]
-        # as vLLM calls the continuations of one request
-        names = [
-            asked.request_id if asked.n == 1 else f"{made.index}_{asked.request_id}"
-            for made in output.outputs
-        ]
-        requests = dict(zip(names, counts, strict=True))
-        told = await self._healthy().collective_rpc("rft_ended_routes", args=(requests,))
-        return decode(told[0], list[RoutedExperts | None])
+    async def finished(self, asked: dict[str, list[int]]) -> bytes:
+        """Of requests that are under way, each with the places of samples that are known: encoded
+        {request: {place: `Completion`}} of the others that are finished.
+        """
+        if self.llm is None or self.tells_routes:  # routes are told of whole answers
+            return encode({})
+        found = {}
+        for parent in list(self.llm.output_processor.parent_requests.values()):
+            name = parent.external_req_id
+            if name in asked and name in self._served:
+                found[name] = {
+                    made.index: completion(self.name, made, self._served[name])
+                    for made in parent.output_aggregator
+                    if made is not None and made.index not in asked[name]
+                }
+        return encode(found)
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns what it has, with stop "abort"."""
@@ -538,7 +506,7 @@ def sampling_params(asked: GenerateRequest, room: int) -> "SamplingParams":
         top_k=sampling.top_k,
         max_tokens=min(sampling.max_tokens, room),
         min_tokens=min(sampling.min_tokens, room),
-        seed=None if sampling.seed is None else spread(sampling.seed),
+        seed=None if sampling.seed is None else spread(sampling.seed) + asked.first,
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         stop=asked.stop,
@@ -580,14 +548,6 @@ def completion(engine: str, made: "CompletionOutput", served: ServedAdapter | No
             f"{spans}"
         )
     return Completion(tokens=tokens, logprobs=logprobs, versions=spans, stop=stop)
-
-
-def told_by_vllm(routes: "np.ndarray | None", tokens: int, dims: Dims) -> RoutedExperts | None:
-    """vLLM's [tokens, all layers, top_k], of the layers that have experts."""
-    if routes is None:
-        return None
-    layers = [layer for layer in range(dims.layers) if dims.has_experts(layer)]
-    return RoutedExperts.of(routes[:tokens, layers].astype(route_dtype(dims.experts)))
 
 
 def await_exit_code(process: Any) -> None:

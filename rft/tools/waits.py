@@ -176,6 +176,8 @@ preflight/inputs_models.py
 _ray | a Ray that is named | a number of its own, 5 s | the start is refused
 rollout/adapter_serving.py
 AdapterServing._room | requests of an old adapter | `sync_timeout` | the engine fails the round
+rollout/answers.py
+AnswerKeeper.follow | the next look at answers | `LOOK_S` | it looks
 rollout/engine.py
 RolloutEngine._watch_processes.sleep_until_one_ends | vLLM's processes end | none: it is the wait \
 for their death | the engine failed; stopped: `STOPPED_S`
@@ -209,10 +211,11 @@ rollout/pool.py
 EnginePool._ask | an engine's answer | none: the task's `max_timeout` | the engine is told to \
 stop
 EnginePool._look | an engine's clock | `LOOK_S` | nothing is told of it
+EnginePool._look_at | an engine's finished samples | `LOOK_S` | they come with the others
 EnginePool.abort | an engine | none: the task's `max_timeout` | -
 EnginePool.drain | its requests | none: `drain_s` of who asks | they run again elsewhere
 EnginePool.follow | a change of the members | none: until the synchronizer ends | the run ends
-EnginePool.generate | an engine that serves | none: the task's `max_timeout` | the task fails
+EnginePool._complete | an engine that serves | none: the task's `max_timeout` | the task fails
 ResizableSemaphore.__aenter__ | a place | none: tasks end within `max_timeout` | -
 rollout/reward_pool.py
 RewardPool._attend | the next look at idle workers | `ATTEND_S` | a dead one is replaced
