@@ -148,7 +148,7 @@ class RunAnswers:
         """For the answer to these ids: the same when the run is begun again, so that what a program
         makes of it is, too.
         """
-        what = xxhash.xxh3_128_hexdigest(f"{self.run}/{prompt}")
+        what = xxhash.xxh3_128_hexdigest(f"{self.run}/{prompt}".encode())
         self._ids[what] += 1
         return f"{what}{self._ids[what]:x}"
 

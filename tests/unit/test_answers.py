@@ -49,4 +49,4 @@ def test_killed_at_every_point_no_turn_that_was_heard_is_generated_again(
             assert len(world.answered) - NEEDED <= lost, "only what nobody had heard came again"
 
     points = asyncio.run(every_point())
-    assert points > 5 * NEEDED
+    assert points > 3 * NEEDED, "asked, answered and heard of each turn"
