@@ -41,7 +41,6 @@ MODULE = "tests.unit.answer_world"
 WORKLOADS = {
     "turns": {"workflow": f"{MODULE}:Talks"},
     "agent": {"workflow": "agent", "workflow_args": {"agent": f"{MODULE}:talks"}},
-    "siblings": {"workflow": f"{MODULE}:Alone"},
 }
 
 
