@@ -7,6 +7,7 @@ number; or a `ConfigError` that names the key and the fix. Loads neither torch n
 
 from collections.abc import Iterator
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from rft.config.schema import Config, LoraConfig, MegatronConfig, SynchronizerConfig
@@ -238,7 +239,7 @@ def batch_bytes(config: Config) -> int:
     """Columns of a step's experiences, each as long as the model may see, with their routes."""
     tokens = int(config.buffer.train_batch_size or 0) * int(config.model.max_model_len or 0)
     told = config.explorer.rollout_model.enable_return_routed_experts is not False
-    if config.model.tinker.enable or not told:
+    if config.model.tinker.enable or not told or not Path(config.model.model_path).is_dir():
         return tokens * TOKEN
     return tokens * (TOKEN + route_bytes(read_hf_config(config.model.model_path)))
 

@@ -45,6 +45,7 @@ class RankWatch:
         self._died_at: float | None = None
         self._is_over = threading.Event()
         self._ranks: dict[int, int] = {}  # process numbers and what is held of each
+        self._others = {child.pid for child in psutil.Process().children()}  # no ranks
         self._thread = NamedThread(target=self._run, name="rank-watch", daemon=True)
 
     def __enter__(self) -> "RankWatch":
@@ -66,7 +67,7 @@ class RankWatch:
             # a look costs as much as there are processes on this machine
             is_whole = len(self._ranks) >= self.count
             for child in () if is_whole else psutil.Process().children():
-                if child.pid not in self._ranks:
+                if child.pid not in self._ranks and child.pid not in self._others:
                     with contextlib.suppress(ProcessLookupError):
                         self._ranks[child.pid] = os.pidfd_open(child.pid)
                         ends.register(self._ranks[child.pid], select.POLLIN)

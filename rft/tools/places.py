@@ -126,7 +126,8 @@ def find_job(text: str) -> Path:
     path = Path(text).resolve()
     if not path.is_dir():
         raise InputError(f"{text}: no such directory")
-    found = [c for c in map(fence.control_dir, [path, *jobs_below(path)]) if fence.is_owned(c)]
+    jobs = map(fence.control_dir, [path, *jobs_below(path)])
+    found = [control for control in jobs if control.is_dir() and fence.is_owned(control)]
     if len(found) == 1:
         return found[0]
     words = ", ".join(str(control.parent) for control in found[:8])

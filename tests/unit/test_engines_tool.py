@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rft.run.control_socket import ControlSocket, _address
+from rft.ground.process import socket_address
+from rft.run.control_socket import NAME, ControlSocket
 from rft.tools.engines import main
 
 Said = pytest.CaptureFixture[str]
@@ -119,7 +120,7 @@ def test_nobody_there_is_one_line(
     supervisor.door.close()
     assert main([str(job)]) == 2
     assert "no run is under way here" in capsys.readouterr().err
-    with socket.socket(socket.AF_UNIX) as killed, _address(job / "control") as address:
+    with socket.socket(socket.AF_UNIX) as killed, socket_address(job / "control" / NAME) as address:
         killed.bind(address)
     assert main([str(job)]) == 2
     assert "nothing answers at" in capsys.readouterr().err
