@@ -108,14 +108,17 @@ class Sides:
         part = self.part(seed)
         if name == RFT:
             return lambda: self.policy.train_step(part, self.loss, lambda: None)
-        micros = self.policy._micros(part)
+        micros = self._micros(part)
         return lambda: self.bare.step(micros)
+
+    def _micros(self, part: list[Packed]) -> list[Any]:
+        return list(self.policy._micros(part, self.policy._lengths(part)))
 
     def compare(self, seed: int) -> dict[str, Any]:
         """What both give for a step with one loss, and how large it is."""
         part = self.part(seed)
         ours = self.policy.train_step(part, token_loss("sft", {}), lambda: None)
-        loss, norm = self.bare.step(self.policy._micros(part))
+        loss, norm = self.bare.step(self._micros(part))
         return {
             "loss": (ours["loss"], loss / ours["num_tokens"]),
             "grad_norm": (ours["grad_norm"], norm),

@@ -56,7 +56,7 @@ from rft.checkpoint.records import (
 )
 from rft.checkpoint.storage import VERSIONS, Sink, Storage, open_storage
 from rft.checkpoint.wire import Wire
-from rft.checkpoint.writer import Gate, Pacer, Stream, Writer
+from rft.checkpoint.writer import ChunkHasher, Gate, Pacer, Stream, Writer, receipt_of
 from rft.ground.process import end_family
 from rft.monitor import logs, trace
 
@@ -185,7 +185,8 @@ class Agent:
             return False
         data = memoryview(self.slots[window.slot])[: kept.bytes]
         self._now(f"hashing step {writer.begin.step}")
-        receipt = memory.receipt_of(self.settings, writer.begin, kept, writer.chunks, data)
+        chunks = writer.chunks or kept.chunks or ChunkHasher.of(data)
+        receipt = receipt_of(self.settings, writer.begin, kept, chunks)
         with self._lock:
             if writer.begin.id in self._released:
                 self._released.remove(writer.begin.id)

@@ -40,14 +40,7 @@ from rft.checkpoint.records import (
     SaveFailed,
 )
 from rft.checkpoint.sharding import Claim, claim_of
-from rft.checkpoint.stager import (
-    Slot,
-    SlotPool,
-    Stager,
-    StagingTuner,
-    slot_size,
-    windows_of,
-)
+from rft.checkpoint.stager import Slot, SlotPool, Stager, StagingTuner, slot_size, windows_of
 from rft.checkpoint.storage import VERSIONS, WEIGHTS, open_storage
 from rft.config import TrainerConfig
 from rft.ground import host_memory

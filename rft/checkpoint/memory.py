@@ -31,8 +31,7 @@ import msgspec
 import xxhash
 
 from rft.checkpoint import fence
-from rft.checkpoint.records import CHUNK, FORMAT, Begin, CheckpointSettings, Kept, Receipt
-from rft.checkpoint.writer import ChunkHasher, file_name
+from rft.checkpoint.records import CHUNK, CheckpointSettings, Receipt
 from rft.ground.process import frame, one_message, socket_address
 
 log = logging.getLogger(__name__)
@@ -56,34 +55,6 @@ class Answer(msgspec.Struct, frozen=True):
     rank: int
     slot_bytes: int
     states: list[KeptState]
-
-
-def receipt_of(
-    settings: CheckpointSettings, begin: Begin, kept: Kept, chunks: list[str], data: memoryview
-) -> Receipt:
-    """Of a staged part in `data`. `chunks`: its hashes, if they were made of it already."""
-    chunks = chunks or kept.chunks
-    if not chunks:
-        hasher = ChunkHasher()
-        hasher.update(data)
-        chunks = hasher.finish()
-    return Receipt(
-        format=FORMAT,
-        id=begin.id,
-        step=begin.step,
-        epoch=settings.epoch,
-        rank=settings.rank,
-        world=settings.world,
-        layout=kept.layout,
-        file=file_name(settings.rank),
-        bytes=kept.bytes,
-        chunks=chunks,
-        regions=kept.regions,
-        small=begin.small,
-        local=begin.local,
-        loop=begin.loop,
-        about=begin.about,
-    )
 
 
 # --- the agent's side -----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import xxhash
 
 from rft.checkpoint.records import (
@@ -21,6 +22,7 @@ from rft.checkpoint.records import (
     FORMAT,
     Begin,
     CheckpointSettings,
+    Kept,
     Output,
     Patch,
     Receipt,
@@ -75,6 +77,13 @@ class ChunkHasher:
     def _end_chunk(self) -> None:
         self.digests.append(self._hash.hexdigest())
         self._hash, self._left = xxhash.xxh3_128(), CHUNK
+
+    @classmethod
+    def of(cls, data: memoryview) -> list[str]:
+        """Of all of them at once."""
+        hasher = cls()
+        hasher.update(data)
+        return hasher.finish()
 
 
 class Stream(Protocol):
@@ -254,26 +263,38 @@ class Writer:
         return decode_json(data, Receipt).id == self.begin.id
 
     def _receipt(self, stream: Stream) -> Receipt:
-        begin, rank = self.begin, self.settings.rank
-        is_version = stream.output.collection == VERSIONS  # no run goes on from it
-        return Receipt(
-            format=FORMAT,
-            id=begin.id,
-            step=begin.step,
-            epoch=self.settings.epoch,
-            rank=rank,
-            world=self.settings.world,
-            layout=stream.output.layout,
-            file=file_name(rank),
-            bytes=stream.output.bytes,
-            chunks=stream.chunks,
-            regions=stream.output.regions,
-            small={} if is_version else begin.small,
-            local={} if is_version else begin.local,
-            loop=begin.loop,
-            about=begin.about,
-            patch=stream.patch,
-        )
+        output, begin = stream.output, self.begin
+        if output.collection == VERSIONS:  # no run goes on from it
+            begin = msgspec.structs.replace(begin, small={}, local={})
+        return receipt_of(self.settings, begin, output, stream.chunks, stream.patch)
+
+
+def receipt_of(
+    settings: CheckpointSettings,
+    begin: Begin,
+    part: Output | Kept,
+    chunks: list[str],
+    patch: Patch | None = None,
+) -> Receipt:
+    """Of this rank's `part` of a save, whose bytes have these hashes."""
+    return Receipt(
+        format=FORMAT,
+        id=begin.id,
+        step=begin.step,
+        epoch=settings.epoch,
+        rank=settings.rank,
+        world=settings.world,
+        layout=part.layout,
+        file=file_name(settings.rank),
+        bytes=part.bytes,
+        chunks=chunks,
+        regions=part.regions,
+        small=begin.small,
+        local=begin.local,
+        loop=begin.loop,
+        about=begin.about,
+        patch=patch,
+    )
 
 
 class Pacer:

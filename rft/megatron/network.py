@@ -164,6 +164,8 @@ class Network:
         """Megatron's schedule over the microbatches, each of which is laid out when it begins;
         `use(micro, hidden)` is called on the last stage.
         """
+        if self._meets_others:
+            part = list(part)  # for it is looked at twice
         lengths = self._lengths(part)
 
         def forward(data: Iterator[Micro], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -189,6 +191,11 @@ class Network:
             collect_non_loss_data=forward_only,
         )
 
+    @property
+    def _meets_others(self) -> bool:
+        """Whether ranks must have lengths in common."""
+        return self.mesh.place.ep > 1 or self.mesh.pp > 1
+
     def _lengths(self, part: Sequence[Packed]) -> list[int]:
         """To what each microbatch is padded at least, as ranks must have it in common; 0: to
         nothing.
@@ -199,7 +206,7 @@ class Network:
         """
         mesh = self.mesh
         count = len(part) + (-len(part) % mesh.pp if mesh.vpp > 1 else 0)
-        if mesh.place.ep == mesh.pp == 1:
+        if not self._meets_others:
             return [0] * count
         lengths = [self._computed(self._sliced(packed)).length for packed in part]
         lengths += [self.multiple] * (count - len(part))

@@ -51,11 +51,7 @@ from rft.monitor import trace
 from rft.monitor.logs import STACKS_SIGNAL
 from rft.rollout.adapter_serving import ServedAdapter
 from rft.rollout.engine_routes import EngineRoutes
-from rft.rollout.engine_weights import (
-    EngineDied,
-    EngineUnavailable,
-    tells_its_death,
-)
+from rft.rollout.engine_weights import EngineDied, EngineUnavailable, tells_its_death
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -97,12 +97,9 @@ def assemble(
     reporter = None
     if lead:
         print(f"trainer: {models.policy.describe()}", flush=True)
-        pool = control.PoolNumbers(explorer)
+        numbers = partial(told_besides, control.PoolNumbers(explorer), recovery)
         speed = speed_of(backend, mesh, feed.cost)
-        reporter = StepReporter(
-            *(config, backend.job, step, tokenizer, speed),
-            lambda: pool.metrics() | recovery.pop(),
-        )
+        reporter = StepReporter(config, backend.job, step, tokenizer, speed, numbers)
     trainer = Trainer(
         config=config.trainer,
         mesh=mesh,
@@ -214,6 +211,11 @@ def export(backend: TrainBackend, checkpoints: Any, step: int) -> None:
     """Begin the Hugging Face export of a version, in the background."""
     target = export_dir(backend.job, step)
     checkpoints.export(step, backend.config.model.model_path, str(target))
+
+
+def told_besides(pool: control.PoolNumbers, recovery: Recovery) -> dict[str, float]:
+    """Metrics of a step that are not the trainer's own."""
+    return pool.metrics() | recovery.pop()
 
 
 def speed_of(backend: TrainBackend, mesh: TrainerMesh, cost: Cost) -> Speed:

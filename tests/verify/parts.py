@@ -61,17 +61,8 @@ PARTS = {
         *("engines", "pool", "colocate", "sync_style", "commit"),
     ),
     "runs": e2e(
-        *(
-            "loop",
-            "resume_loop",
-            "failures",
-            "outer",
-            "supervised",
-            "stages_run",
-            "experts",
-            "routes",
-        ),
-        *("flat_file", "debug_task", "sweep_resumes", "hub_run", "speculation"),
+        *("loop", "resume_loop", "failures", "outer", "supervised", "stages_run", "experts"),
+        *("routes", "flat_file", "debug_task", "sweep_resumes", "hub_run", "speculation"),
     ),
     "algorithms": e2e("algorithms", "ppo", "row_runs", "tinker_run"),
     "agents": tests(
