@@ -80,6 +80,7 @@ class Sampler:
             request = GenerateRequest(request_id=name, prompt=prompt, sampling=task.sampling)
             turns += await answers.complete(self.pool, "run", request, ahead=turn > 0)
         self.hear(group, [made.ids for made in turns])
+        await asyncio.sleep(self.chance.expovariate(0.2))  # what its environment does with them
         if self.chance.random() < self.failing:
             raise RuntimeError("the environment fell over")
         return [
