@@ -68,6 +68,7 @@ class Run:
     saved: list[Saved] = field(default_factory=list)  # durable
     reached: int = 0
     heard: dict[int, list[list[int]]] = field(default_factory=dict)  # turns, by group
+    anew: list[str] = field(default_factory=list)  # that were sampled again after they were heard
     lost_power: bool = False
     led: set[str] = field(default_factory=set)  # attempts that have had a synchronizer
 
@@ -453,9 +454,11 @@ class Run:
             raise Broken(f"groups {sorted(lost)} were acknowledged, and are lost")
 
     def _hear(self, group: int, turns: list[list[int]]) -> None:
-        """What a workflow has acted on is what it acts on again."""
+        """What a workflow has acted on is what it acts on again. Told to `_judge`: what is raised
+        here would be the task's own failure.
+        """
         if self.heard.setdefault(group, turns) != turns:
-            raise Broken(f"group {group} heard {self.heard[group]}, and now {turns}")
+            self.anew.append(f"group {group} heard {self.heard[group]}, and now {turns}")
 
     def _look(self, step: int, experiences: list[Experience]) -> None:
         batch = [(one.group, one.task) for one in experiences]
@@ -486,6 +489,8 @@ class Run:
             raise Broken(f"trained steps {sorted(self.trained)}")
         if len(set(every)) < len(every) or len(set(tasks)) < len(tasks):
             raise Broken(f"a group or a task was trained twice: {self.trained}")
+        if self.anew:
+            raise Broken("; ".join(self.anew))
 
 
 async def _watched(explorer: Explorer) -> None:
