@@ -24,6 +24,7 @@ import numpy as np
 
 ROWS, REPEATS, PROMPT_SHARE, VOCABULARY = 1024, 8, 4, 151_936
 TP, TIMEOUT_S = 2, 600.0
+AT_ONCE = 16  # groups that are stored by one write to the disk
 IS_NEW = importlib.util.find_spec("rft.feed") is None
 
 
@@ -70,9 +71,10 @@ async def fill(where: str, tokens: int, steps: int) -> None:
     made, groups = buffer(where), steps * ROWS // REPEATS
     await made.attach_trainer(0, 1)
     await made.attach_explorer("explorer")
-    for number in range(groups):
-        (admitted,) = await made.admit_some("explorer", [(b"task", {"next": number})])
-        await made.put(admitted, group(number, tokens))
+    for first in range(0, groups, AT_ONCE):
+        asked = [(b"task", {"next": first + number}) for number in range(AT_ONCE)]
+        admitted = await made.admit_some("explorer", asked)
+        await asyncio.gather(*(made.put(number, group(number, tokens)) for number in admitted))
     await made.shutdown()
 
 
@@ -131,6 +133,9 @@ class Source:
         self.pipe.send(step)
         return opened(self.pipe.recv_bytes())
 
+    def consumed(self, step: int) -> None:
+        """The buffer knows."""
+
     def end(self) -> int:
         """By how many bytes the buffer has grown."""
         self.pipe.send(None)
@@ -178,7 +183,8 @@ def main() -> None:
         mesh.barrier("end")
         seconds.append(time.perf_counter() - began)
         grown = resident() - before
-        del found
+        fed.consumed(step)
+        del found, packed
     if source is not None:
         told = {"seconds": seconds, "rank": grown, "buffer": source.end()}
         print(json.dumps({**told, "rft": importlib.import_module("rft").__file__}))

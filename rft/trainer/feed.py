@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
-
 from rft.algorithm import ALGORITHMS, credit, mixing, recipe, token_credit
 from rft.algorithm.strategies import SAMPLE_STRATEGIES
 from rft.config import AlgorithmConfig, Config
@@ -26,6 +24,7 @@ from rft.data.packing import (
     free_tokens,
     shared_of,
 )
+from rft.data.runs import nonzero
 from rft.data.updates import ONE_UPDATE, RowPacking, Update, UpdateRule, planned
 from rft.ground.experience import Batch, Experience
 from rft.ground.host_memory import give_back
@@ -159,7 +158,7 @@ class Feed:
             rows = [replace(row, group=at // 2) for at, row in enumerate(rows)]
         parts, updates = planned(rows, self.rule, batch.step, self.packing, mode, self.longest)
         metrics |= shared_of(parts, self.cost)
-        trained = sum(int(np.count_nonzero(row.weight)) for row in rows)
+        trained = sum(nonzero(row.weight) for row in rows)
         metrics["sample/trained_tokens"] = float(trained * self.rule.epochs)
         return (metrics, groups, [(update.bins, update.weights) for update in updates]), parts
 
