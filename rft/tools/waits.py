@@ -414,6 +414,8 @@ Evaluations.at_startup | the explorer begins, or comes back | `RETURN_S` | rank 
 PoolNumbers.metrics | the explorer's numbers | 0: only if they are there | the last ones count
 QueueSource._call | the buffer, which may come back | `RETURN_S`; a batch: `max_read_timeout` and \
 `READ_MARGIN_S` | rank 0 fails
+QueueSource.look | the next step's groups, in a thread | `max_read_timeout` and `READ_MARGIN_S` | \
+they are taken without
 await_engines | all parts serve | `START_S`, then `RETURN_S` | rank 0 fails
 sampled | engines that speculate answer | `START_S` | rank 0 fails
 trainer/trainer.py
