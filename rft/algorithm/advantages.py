@@ -91,7 +91,9 @@ def total_reward(experience: Experience) -> float:
 def _mean_logprob(experience: Experience) -> float:
     if not len(experience.logprobs):
         return 0.0
-    chosen = np.asarray(experience.logprobs)[np.asarray(experience.action_mask) != 0]
+    chosen, mask = np.asarray(experience.logprobs), np.asarray(experience.action_mask)
+    if np.count_nonzero(mask) < len(mask):
+        chosen = chosen[mask != 0]
     return float(chosen.mean(dtype=np.float64)) if len(chosen) else 0.0
 
 

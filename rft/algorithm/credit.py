@@ -16,6 +16,7 @@ import numpy as np
 from rft.algorithm.advantages import ADVANTAGES, Columns, Credit, total_reward
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
 from rft.data.packing import Row, token_weights
+from rft.data.runs import Runs
 from rft.ground.experience import Experience
 
 BY_CHANCE = 1e6  # steps in which equal answers are too many once
@@ -52,7 +53,7 @@ def judge(
     no token to train on are compared with the others of their group, and then left out.
     """
     compared = [experience for experience in experiences if not is_baseline(experience)]
-    is_taught = np.array([np.any(experience.action_mask) for experience in compared], dtype=bool)
+    is_taught = np.array([trained_tokens(one) > 0 for one in compared], dtype=bool)
     later = TOKEN_ADVANTAGES.get(str(advantage_fn))
     per_token = penalised or (later is not None and later.over is None)
     found = Credit(np.zeros(len(compared)))
@@ -75,7 +76,7 @@ def rows(judged: CreditedStep, mode: str, longest: int = 1) -> list[Row]:
     Where advantages are made of every token, the rewards travel as the score `reward`, and a
     group's baseline as `baseline`.
     """
-    weights = token_weights([int(np.sum(e.action_mask)) for e in judged.experiences], mode, longest)
+    weights = token_weights([trained_tokens(e) for e in judged.experiences], mode, longest)
     given = zip(judged.experiences, judged.advantages, weights, strict=True)
     made = [_row(experience, advantage, weight) for experience, advantage, weight in given]
     if not judged.per_token:
@@ -97,6 +98,10 @@ def scored(experiences: list[Experience]) -> list[Experience]:
         if experience.failed and is_baseline(experience)
     }
     return [one for one in experiences if not one.failed and one.group not in lost]
+
+
+def trained_tokens(experience: Experience) -> int:
+    return int(np.count_nonzero(experience.action_mask))
 
 
 def is_baseline(experience: Experience) -> bool:
@@ -147,16 +152,17 @@ def _token_rewards(row: Row, experience: Experience) -> np.ndarray:
 
 def _row(experience: Experience, advantage: float, weight: float) -> Row:
     length, prompt = len(experience.tokens), experience.prompt_length
-    trained = np.zeros(length, dtype=np.float32)
+    trained = np.zeros(length, dtype=bool)
     trained[prompt:] = experience.action_mask
+    ones = Runs.of(trained)
     behaviour = np.zeros(length, dtype=np.float32)
     behaviour[prompt:] = experience.logprobs if len(experience.logprobs) else 0.0
     return Row(
         tokens=np.asarray(experience.tokens, dtype=np.int32),
         trained=trained,
         behaviour=behaviour,
-        advantage=trained * np.float32(advantage),
-        weight=trained * np.float32(weight),
+        advantage=ones.times(advantage),
+        weight=ones.times(weight),
         temperature=experience.temperature,
         group=experience.group,
         routes=experience.routed_experts and experience.routed_experts.array(length),
@@ -238,7 +244,7 @@ def equal_answers(rollouts: list[Experience]) -> dict[str, float]:
 def _is_sample(one: Experience) -> bool:
     if one.turn or one.expert or len(one.logprobs) != one.response_length:
         return False
-    return bool(np.all(one.action_mask))
+    return trained_tokens(one) == len(one.action_mask)
 
 
 def token_staleness(rollouts: list[Experience], step: int) -> dict[str, float]:
@@ -248,7 +254,7 @@ def token_staleness(rollouts: list[Experience], step: int) -> dict[str, float]:
     ages, counts, trained = [], [], 0
     for experience in rollouts:
         mask = np.asarray(experience.action_mask)
-        trained += int(np.count_nonzero(mask))
+        trained += trained_tokens(experience)
         for span in experience.versions:
             ages.append(step - span.version)
             counts.append(int(np.count_nonzero(mask[span.start : span.end])))

@@ -10,10 +10,10 @@ that cannot be written changes nothing.
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rft.buffer.delivery import StoredGroup
+from rft.buffer.delivery import PartKey, StoredGroup
 from rft.buffer.journal import Journal, JournalError
 from rft.buffer.progress import (
     Answered,
@@ -115,18 +115,20 @@ class Ledger:
         if self.progress.finished != finished:
             self._finished.append((position, self.progress.finished))
 
-    async def parts(self, lease: Lease) -> list[StoredGroup]:
-        """The groups of a lease with their experiences, in the lease's order."""
+    async def parts(self, lease: Lease, seen: Collection[PartKey] = ()) -> list[StoredGroup]:
+        """The groups of a lease with their experiences, in the lease's order; those that were
+        `seen` without.
+        """
         uses = lease.uses or [0] * len(lease.groups)
+        parts = [
+            StoredGroup(group=group.number, timeline=group.run_epoch, experiences=b"", uses=count)
+            for group, count in zip(lease.groups, uses, strict=True)
+        ]
         async with self._files:
-            rows = [
-                (
-                    self._places.experiences[g.number],
-                    StoredGroup(group=g.number, timeline=g.run_epoch, experiences=b"", uses=count),
-                )
-                for g, count in zip(lease.groups, uses, strict=True)
-            ]
-            return await asyncio.to_thread(read_parts, self.journal, rows)
+            places = self._places.experiences
+            rows = [(places[part.group], part) for part in parts if part.key not in seen]
+            await asyncio.to_thread(read_parts, self.journal, rows)
+        return parts
 
     async def answers(self, group: int) -> list[bytes]:
         """What engines have answered to a group that is not finished, in the order in which it was

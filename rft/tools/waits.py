@@ -44,6 +44,7 @@ it
 buffer/experience_buffer.py
 ExperienceBuffer.admit_some | a slot | `max_read_timeout` | the explorer is told which step holds \
 it up
+ExperienceBuffer.look | the groups of the next step | `max_read_timeout` | there is nothing to see
 ExperienceBuffer.readmit | a version that an unfinished group may use | `max_read_timeout` | the \
 explorer is told
 ExperienceBuffer.cuts | groups that a step goes on without | `max_read_timeout` | asked again
@@ -162,7 +163,7 @@ guard.end | what the program started | 0, then `KILL_WAIT_S` | killed
 megatron/mesh.py
 Mesh.gather | all ranks | `collective_timeout` | the rank fails, its peers named
 Mesh._receive_part | rank 0 | `collective_timeout` | the rank fails
-Mesh._send_parts | ranks that hand on | `collective_timeout` | the rank fails
+Mesh.scatter_parts | ranks that hand on | `collective_timeout` | the rank fails
 monitor/logs.py
 _keep_small | the next look at a log | `LOOK_S` | it looks
 ask_stacks_of_siblings | stacks of other processes | `STACKS_S` | without them
@@ -414,8 +415,13 @@ Evaluations.at_startup | the explorer begins, or comes back | `RETURN_S` | rank 
 PoolNumbers.metrics | the explorer's numbers | 0: only if they are there | the last ones count
 QueueSource._call | the buffer, which may come back | `RETURN_S`; a batch: `max_read_timeout` and \
 `READ_MARGIN_S` | rank 0 fails
+QueueSource.look | the next step's groups, in a thread | `max_read_timeout` and `READ_MARGIN_S` | \
+they are taken without
 await_engines | all parts serve | `START_S`, then `RETURN_S` | rank 0 fails
 sampled | engines that speculate answer | `START_S` | rank 0 fails
+trainer/looking.py
+ReadAhead.end | what is read ahead is made, or let go | `max_read_timeout` and `READ_MARGIN_S` | \
+all is taken
 trainer/trainer.py
 Trainer._evaluate | engines have the version | `sync_timeout` and `REPLY_S` | the rank fails
 Trainer._await_save | the last save | twice `agent_deadline_s` | once more, then the rank fails
