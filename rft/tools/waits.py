@@ -275,7 +275,7 @@ ControlSocket._serve | whoever asks `rft engines` | none: a thread of its own | 
 it
 ControlSocket.close | its thread | what is left of the grace | left behind, a daemon
 run/elastic.py
-until_ended | ports of killed ranks | `PAUSE_S` | ranks are started again
+until_ended | ports of ranks that failed | `PAUSE_S` | ranks are started again
 run/fleet.py
 EngineFleet._ask | the synchronizer | the caller's; none for its news | dead: asked again every \
 `AGAIN_S` until it is back or the run ends
@@ -304,7 +304,7 @@ scontrol | Slurm | `SCONTROL_S` | the start fails
 run/rank.py
 tell | another, earlier failure | `SETTLE_S` | this one is told
 run/recovery.py
-RankWatch._run | the end of a rank | `LOOK_S`, again and again; `PEERS_S` after one that failed | \
+RankWatch._run | the end of a rank | `LOOK_S`, again and again; then `PEERS_S`, or `KILLED_S` | \
 its peers are killed
 RankWatch.__exit__ | its own thread | none: `LOOK_S` | -
 run/sidecar.py
