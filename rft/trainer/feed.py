@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rft.algorithm import ALGORITHMS, credit, mixing, recipe, token_credit
+from rft.algorithm.advantages import ADVANTAGES
 from rft.algorithm.strategies import SAMPLE_STRATEGIES
 from rft.config import AlgorithmConfig, Config
 from rft.data.packing import (
@@ -187,6 +188,9 @@ class Feed:
         rows = credit.rows(judged, str(algorithm.loss_agg_mode), self.longest)
         failed = sum(experience.failed for experience in judged.experiences)
         metrics |= {"drift/failed_trained": float(failed)}
+        if algorithm.advantage_fn in ADVANTAGES and not token_credit.is_needed(algorithm):
+            metrics |= credit.sums(judged, str(algorithm.loss_agg_mode), self.longest)
+            metrics |= credit.misjudged(judged, str(algorithm.advantage_fn))
         return (metrics | dropped | judged.metrics, judged.groups), rows
 
     def _fresh(self, batch: Batch) -> tuple[list[Experience], dict[str, float]]:
