@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rft.algorithm.advantages import ADVANTAGES, Columns, Credit, total_reward
+from rft.algorithm.advantages import ADVANTAGES, Columns, Credit, mean_logprob, total_reward
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
 from rft.data.packing import Row, token_weights
 from rft.ground.experience import PEERS, Experience
@@ -90,13 +90,15 @@ def rows(judged: CreditedStep, mode: str, longest: int = 1) -> list[Row]:
 
 def sums(judged: CreditedStep, mode: str, longest: int = 1) -> dict[str, float]:
     """What the weights of all trained tokens of the step add up to by the definition of `mode`, and
-    what weighted advantages do: the loss must find the same.
+    what weighted advantages do, each times the log-probability that the engine gave the token (or
+    those of groups would add up to 0): the loss must find the same.
     """
     lengths = [int(np.sum(e.action_mask)) for e in judged.experiences]
     sequences, tokens = max(1, sum(n > 0 for n in lengths)), sum(lengths)
     whole = {"seq-mean-token-sum": 1.0, "seq-mean-token-sum-norm": 1.0 / longest}
     weight = whole[mode] * tokens / sequences if mode in whole else 1.0
-    of_rows = np.multiply(token_weights(lengths, mode, longest), lengths)
+    said = [mean_logprob(e) * n for e, n in zip(judged.experiences, lengths, strict=True)]
+    of_rows = np.multiply(token_weights(lengths, mode, longest), said)
     pushed = float(np.dot(of_rows, judged.advantages))
     return {"sample/weight": weight, "sample/advantage": pushed}
 
@@ -128,6 +130,16 @@ def scored(experiences: list[Experience]) -> list[Experience]:
         if experience.failed and is_baseline(experience)
     }
     return [one for one in experiences if not one.failed and one.group not in lost]
+
+
+def left_out(before: list[Experience], after: list[Experience]) -> int:
+    """Whose reward did not fail, and who are not there any more; where greedy responses decide
+    about others, nobody.
+    """
+    if any(is_baseline(one) for one in before):
+        return 0
+    sound = [one for one in before if not one.failed]
+    return len(sound) - sum(not one.failed for one in after)
 
 
 def is_baseline(experience: Experience) -> bool:

@@ -59,7 +59,8 @@ class Totals:
         self.means = [name for name in names if not name.endswith(MAX)]
         self.tops = [name for name in names if name.endswith(MAX)]
         self.sums = torch.zeros(3 + len(self.means), dtype=torch.float64, device=device)
-        # weights, weighted advantages, their squares, and those of what the gradient lacks of them
+        # weights, weighted advantages times log-probabilities, squares of the former, and of what
+        # the gradient lacks of them
         self.pushes = torch.zeros(4, dtype=torch.float64, device=device)
         self.maxima = torch.full((len(self.tops),), -torch.inf, dtype=torch.float64, device=device)
 
@@ -81,7 +82,7 @@ class Totals:
         """
         weight = fields.weight.where(fields.mask, 0.0).double()
         push = weight * fields.advantage
-        values = (weight, push, push**2, (gradient + push) ** 2)
+        values = (weight, push * fields.behaviour, push**2, (gradient + push) ** 2)
         self.pushes += torch.stack([value.sum() for value in values])
 
     def _count(self, loss: Tensor, metrics: dict[str, Tensor], fields: Fields) -> None:

@@ -171,7 +171,8 @@ class Feed:
         algorithm, step = self.algorithm, batch.step
         metrics = metrics | {"sample/replayed": float(batch.replayed)}
         fresh, dropped = self._fresh(batch)
-        fresh = credit.scored(fresh)
+        scored = credit.scored(fresh)
+        lost, fresh = credit.left_out(fresh, scored), scored
         if mixing.is_mixed(algorithm):
             judged, rows = mixing.rows(fresh, algorithm, step, self.longest)
             return (
@@ -187,7 +188,7 @@ class Feed:
         )
         rows = credit.rows(judged, str(algorithm.loss_agg_mode), self.longest)
         failed = sum(experience.failed for experience in judged.experiences)
-        metrics |= {"drift/failed_trained": float(failed)}
+        metrics |= {"drift/failed_trained": float(failed + lost)}
         if algorithm.advantage_fn in ADVANTAGES and not token_credit.is_needed(algorithm):
             metrics |= credit.sums(judged, str(algorithm.loss_agg_mode), self.longest)
             metrics |= credit.misjudged(judged, str(algorithm.advantage_fn))

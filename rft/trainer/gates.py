@@ -28,7 +28,7 @@ ERROR = "drift/token_mult_prob_error"
 ROUTED = "drift/routed_otherwise"
 GRADIENT = "drift/gradient"
 TENSORS = ("weights", "moments")  # how the names of their digests end
-SUMS = ("weight", "advantage")  # over trained tokens; of advantages, weighted
+SUMS = ("weight", "advantage")  # over trained tokens; of advantages, as in `credit.sums`
 ANY_ERROR, FP32_ERROR = 1.05, 1.001  # its limits where none is given
 
 
@@ -125,7 +125,8 @@ GATES = (
         "rewards",
         "drift/failed_trained",
         "",
-        "responses whose reward failed are learned from, as if they had earned it",
+        "responses whose reward failed are learned from, as if they had earned it, or others are "
+        "left out as if theirs had",
         "exact",
     ),
 )

@@ -223,7 +223,7 @@ def test_the_sums_of_a_batch_are_those_of_its_rows(mode: str) -> None:
     rows = credit.rows(step, mode, 5)
     found = credit.sums(step, mode, 5)
     assert found["sample/weight"] == pytest.approx(sum(float(row.weight.sum()) for row in rows))
-    pushed = sum(float(row.weight @ row.advantage) for row in rows)
+    pushed = sum(float(row.weight @ (row.advantage * row.behaviour)) for row in rows)
     assert found["sample/advantage"] == pytest.approx(pushed, abs=1e-6)
 
 
@@ -253,7 +253,7 @@ def pulled(loss: Any, moved: float = 0.0) -> float:
     totals.add(logprobs, fields).backward()
     found = totals.reduce(Alone())  # type: ignore[arg-type]
     assert found["loss/weight"] == pytest.approx(float(weight.sum()))
-    assert found["loss/advantage"] == pytest.approx(float(weight @ advantage), abs=1e-6)
+    assert found["loss/advantage"] == pytest.approx(float(weight @ (advantage * old)), abs=1e-6)
     return found["drift/gradient"]
 
 

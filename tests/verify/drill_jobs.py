@@ -307,13 +307,13 @@ def planted() -> int:
     return len(MUTATIONS)
 
 
-def write(path: str, seed: int = 0, context: int = 256) -> str:
+def write(path: str, seed: int = 0, context: int = 256, head: int = 16) -> str:
     """A toy whose attention looks somewhere and whose answers differ: at transformers' scale of
     random weights (0.02) every model says the same.
     """
     from safetensors.torch import load_file, save_file
 
-    sizes = {"hidden": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 64}
+    sizes = {"hidden": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": head, "ffn": 64}
     write_model(path, seed=seed, context=context, **sizes)
     file = Path(path) / "model.safetensors"
     weights = {

@@ -143,7 +143,6 @@ MUTATIONS = [
         "sync",
         "sync.plan",
         ("buckets", "start=start, stop=stop,", "start=0, stop=stop - start,"),
-        ("buckets", "end += -(-(stop - start) *", "end += ((stop - start) *"),
     ),
     *_of(
         "sync",

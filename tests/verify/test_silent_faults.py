@@ -123,13 +123,13 @@ BLOCK = 32  # tokens that the engine caches together
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "dropped"])
 def test_kv_kept_over_weights_is_seen(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     """Every step asks the same tasks again, each longer than a block of the cache."""
     prompts = [str(number) * (2 * BLOCK) for number in range(TASKS)]
     tasks = [{"prompt": prompt, "response": "1"} for prompt in prompts]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tasks))
-    (tmp_path / "model").symlink_to(model)
+    ranks.run("drill_jobs:write", 1, path=str(tmp_path / "model"), head=32)
     if kept:
         monkeypatch.setenv("PYTHONPATH", str(PLANTED))
         monkeypatch.setenv("RFT_PLANTED", KEEPS)
