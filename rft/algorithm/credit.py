@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from rft.algorithm.advantages import ADVANTAGES, Columns, Credit, total_reward
+from rft.algorithm.advantages import ADVANTAGES, Columns, Credit, mean_logprob, total_reward
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
 from rft.data.packing import Row, token_weights
 from rft.data.runs import Runs
-from rft.ground.experience import Experience
+from rft.ground.experience import PEERS, Experience
 
 BY_CHANCE = 1e6  # steps in which equal answers are too many once
+ROUNDING = 1e-9  # of advantages
+BY_REWARD = ("grpo", "rloo", "reinforce", "opmd")  # the more reward, the more advantage in a group
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,37 @@ def rows(judged: CreditedStep, mode: str, longest: int = 1) -> list[Row]:
     ]
 
 
+def sums(judged: CreditedStep, mode: str, longest: int = 1) -> dict[str, float]:
+    """What the weights of all trained tokens of the step add up to by the definition of `mode`, and
+    what weighted advantages do, each times the log-probability that the engine gave the token (or
+    those of groups would add up to 0): the loss must find the same.
+    """
+    lengths = [int(np.sum(e.action_mask)) for e in judged.experiences]
+    sequences, tokens = max(1, sum(n > 0 for n in lengths)), sum(lengths)
+    whole = {"seq-mean-token-sum": 1.0, "seq-mean-token-sum-norm": 1.0 / longest}
+    weight = whole[mode] * tokens / sequences if mode in whole else 1.0
+    said = [mean_logprob(e) * n for e, n in zip(judged.experiences, lengths, strict=True)]
+    of_rows = np.multiply(token_weights(lengths, mode, longest), said)
+    pushed = float(np.dot(of_rows, judged.advantages))
+    return {"sample/weight": weight, "sample/advantage": pushed}
+
+
+def misjudged(judged: CreditedStep, advantage_fn: str) -> dict[str, float]:
+    """Pairs of single responses of a group in which the lower reward has the higher advantage;
+    nothing where advantages do not follow from rewards alone.
+    """
+    singles = not any(e.turn or PEERS in e.info for e in judged.experiences)
+    if advantage_fn not in BY_REWARD or not singles:
+        return {}
+    rewards, groups = map(np.array, ([total_reward(e) for e in judged.experiences], judged.groups))
+    found = 0
+    for group in np.unique(groups):
+        reward, advantage = rewards[groups == group], judged.advantages[groups == group]
+        lower = np.subtract.outer(reward, reward) < 0
+        found += int((lower & (np.subtract.outer(advantage, advantage) > ROUNDING)).sum())
+    return {"drift/misjudged": float(found)}
+
+
 def scored(experiences: list[Experience]) -> list[Experience]:
     """Those whose reward did not fail.
 
@@ -102,6 +135,16 @@ def scored(experiences: list[Experience]) -> list[Experience]:
 
 def trained_tokens(experience: Experience) -> int:
     return int(np.count_nonzero(experience.action_mask))
+
+
+def left_out(before: list[Experience], after: list[Experience]) -> int:
+    """Whose reward did not fail, and who are not there any more; where greedy responses decide
+    about others, nobody.
+    """
+    if any(is_baseline(one) for one in before):
+        return 0
+    sound = [one for one in before if not one.failed]
+    return len(sound) - sum(not one.failed for one in after)
 
 
 def is_baseline(experience: Experience) -> bool:

@@ -231,6 +231,10 @@ class DriftConfig(Section):
         FiniteNonNegFloat,
         "share of the engine's experts that the trainer would not choose, on fresh tokens",
     ] = 0.2
+    gradient: Annotated[
+        FinitePosFloat,
+        "how far the loss's gradient is from that of REINFORCE, as a share of it, on fresh tokens",
+    ] = 0.2
     equal_answers: Annotated[
         FiniteNonNegFloat,
         "share of pairs of equal answers in a group, over what their probabilities and chance say",

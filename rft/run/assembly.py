@@ -134,7 +134,8 @@ def assemble(
 def gates_of(config: Config) -> Gates:
     dtypes = {config.trainer.dtype, config.explorer.rollout_model.dtype}
     stop = config.trainer.on_drift == "stop"
-    return Gates(config.trainer.drift, stop, is_fp32=dtypes == {"fp32"})
+    is_plain = recipe.is_plain(config.algorithm)
+    return Gates(config.trainer.drift, stop, is_fp32=dtypes == {"fp32"}, is_plain=is_plain)
 
 
 def speculation_check(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rft.algorithm import ALGORITHMS, credit, mixing, recipe, token_credit
+from rft.algorithm.advantages import ADVANTAGES
 from rft.algorithm.strategies import SAMPLE_STRATEGIES
 from rft.config import AlgorithmConfig, Config
 from rft.data.packing import (
@@ -182,7 +183,8 @@ class Feed:
         algorithm, step = self.algorithm, batch.step
         metrics = metrics | {"sample/replayed": float(batch.replayed)}
         fresh, dropped = self._fresh(batch)
-        fresh = credit.scored(fresh)
+        scored = credit.scored(fresh)
+        lost, fresh = credit.left_out(fresh, scored), scored
         if mixing.is_mixed(algorithm):
             judged, rows = mixing.rows(fresh, algorithm, step, self.longest)
             return (
@@ -198,7 +200,10 @@ class Feed:
         )
         rows = credit.rows(judged, str(algorithm.loss_agg_mode), self.longest)
         failed = sum(experience.failed for experience in judged.experiences)
-        metrics |= {"drift/failed_trained": float(failed)}
+        metrics |= {"drift/failed_trained": float(failed + lost)}
+        if algorithm.advantage_fn in ADVANTAGES and not token_credit.is_needed(algorithm):
+            metrics |= credit.sums(judged, str(algorithm.loss_agg_mode), self.longest)
+            metrics |= credit.misjudged(judged, str(algorithm.advantage_fn))
         return (metrics | dropped | judged.metrics, judged.groups), rows
 
     def _fresh(self, batch: Batch) -> tuple[list[Experience], dict[str, float]]:
