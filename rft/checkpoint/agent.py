@@ -36,6 +36,7 @@ import psutil
 
 from rft.checkpoint import fence, memory
 from rft.checkpoint.commit import Committer, abandon, clear
+from rft.checkpoint.left import Lying
 from rft.checkpoint.records import (
     Beat,
     Begin,
@@ -90,6 +91,7 @@ class Agent:
         self._kept: VersionKeeper | None = None  # from the first version on
         self._states: dict[str, tuple[Receipt, int]] = {}  # kept, by save: what, in which slot
         self._released: set[str] = set()  # saves that were, before they could be kept
+        self._lying: dict[int, Lying] = {}  # by slot: what was written of it last
         self._is_closed = False
         self._exports: dict[str, threading.Thread] = {}  # by name of the checkpoint that is read
         self._exported: set[str] = set()
@@ -109,10 +111,14 @@ class Agent:
             self._give_up(writer, f"rank {self.settings.rank} ended before this save was staged")
         self.to_watch.put(None)
         watcher.join()
-        if self._states and not self._is_closed:
+        if not self._is_closed and (self._states or (self._lying and self._is_awaited())):
             self._now("keeping a state in memory", True)
             self.orphaned_at = None  # from here on it has a deadline of its own
-            memory.Resting(self.settings, list(self._states.values())).serve()
+            states, lying = list(self._states.values()), list(self._lying.values())
+            memory.Resting(self.settings, states, lying).serve()
+
+    def _is_awaited(self) -> bool:
+        return fence.is_owned(Path(self.settings.control))
 
     def _read(self) -> None:
         while (message := self.wire.receive()) is not None and not isinstance(message, Close):
@@ -230,6 +236,7 @@ class Agent:
                     memoryview(self.slots[message.slot])[: message.stop - message.start],
                     message.start,
                 )
+                writer.windows.append(message)
                 if message.last:
                     writer.finish()
         # whatever is wrong with one save, the agent is still there for the next
@@ -239,6 +246,8 @@ class Agent:
         else:
             if message.last:
                 self.to_watch.put(self._writers.pop(message.id))
+                for window in writer.windows if writer.chunks else ():
+                    self._lying[window.slot] = Lying.of(window, writer.chunks)
             elif not writer.outputs:  # no more of it will come
                 del self._writers[message.id]
 

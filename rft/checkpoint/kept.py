@@ -43,14 +43,20 @@ class KeptStates:
         """Step of the newest state that is kept."""
         return self._kept[-1][1] if self._kept else None
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of the slots that may be taken over; 0: there are none."""
+        return self._inherited.slot_bytes if self._inherited is not None else 0
+
     def look(self) -> Memory:
         """What agents of this host have kept of earlier attempts."""
         self._memory.look()
         return self._memory
 
     def resumed(self, identity: str, step: int) -> None:
-        """This state was read."""
-        self.remembered = step
+        """This state was read; no `identity`: a checkpoint was."""
+        if identity:
+            self.remembered = step
         self._inherited = self._memory.inherited(identity, self.ranks.rank)
 
     def take_over(self, regions: list[Region], slot_bytes: int) -> Inherited | None:
@@ -58,10 +64,14 @@ class KeptStates:
         back.
         """
         found, self._inherited = self._inherited, None
+        if self.remembered is None:  # all that they hold is on disk too
+            self.end_resting()
         if found is None:
             return None
-        is_same = found.receipt.regions == regions and found.slot_bytes == slot_bytes
-        if is_same and self.is_on and len(found.slots) == SLOTS:
+        is_same = found.slot_bytes == slot_bytes and len(found.slots) == SLOTS
+        if is_same and found.kept is None:
+            return found
+        if is_same and self.is_on and found.kept.receipt.regions == regions:
             return found
         for descriptor in found.slots:
             os.close(descriptor)
@@ -72,10 +82,10 @@ class KeptStates:
         must be there.
         """
         self._link = link
-        if inherited is None:
+        if inherited is None or inherited.kept is None:
             self.end_resting()
             return
-        receipt = inherited.receipt
+        receipt = inherited.kept.receipt
         begin = Begin(
             id=receipt.id,
             step=receipt.step,
@@ -93,7 +103,7 @@ class KeptStates:
         )
         link.begin(begin)
         link.window(
-            Window(id=receipt.id, slot=inherited.slot, start=0, stop=receipt.bytes, last=True)
+            Window(id=receipt.id, slot=inherited.kept.slot, start=0, stop=receipt.bytes, last=True)
         )
         self.staged(begin)
 

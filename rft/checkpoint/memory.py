@@ -31,6 +31,7 @@ import msgspec
 import xxhash
 
 from rft.checkpoint import fence
+from rft.checkpoint.left import LeftChunks, Lying
 from rft.checkpoint.records import CHUNK, CheckpointSettings, Receipt
 from rft.ground.process import frame, one_message, socket_address
 
@@ -55,15 +56,23 @@ class Answer(msgspec.Struct, frozen=True):
     rank: int
     slot_bytes: int
     states: list[KeptState]
+    lying: list[Lying] = []
 
 
 # --- the agent's side -----------------------------------------------------------------------------
 
 
 class Resting:
-    """An agent without a rank: it waits for one that takes its states over."""
+    """An agent without a rank: it waits for one that takes over its states, or what lies in its
+    slots.
+    """
 
-    def __init__(self, settings: CheckpointSettings, states: list[tuple[Receipt, int]]):
+    def __init__(
+        self,
+        settings: CheckpointSettings,
+        states: list[tuple[Receipt, int]],
+        lying: list[Lying],
+    ):
         self.settings = settings
         self.control = Path(settings.control)
         self.answer = msgspec.msgpack.encode(
@@ -72,8 +81,10 @@ class Resting:
                 settings.rank,
                 settings.slot_bytes,
                 [KeptState(receipt, slot) for receipt, slot in states],
+                lying,
             )
         )
+        self._what = f"the state of step {states[-1][0].step}" if states else "what was written"
 
     def serve(self) -> None:
         """Until a rank says that it has all, nobody can come any more, or `deadline_s`."""
@@ -93,7 +104,7 @@ class Resting:
     def _serve(self, listener: socket.socket) -> None:
         now = time.monotonic()
         end, awaited = now + self.settings.deadline_s, now
-        log.info("resting: the state of step %d is kept", self._newest)
+        log.info("resting: %s is kept", self._what)
         while now < end and now < awaited + UNOWNED_S:
             if select.select([listener], [], [], LOOK_S)[0]:
                 with listener.accept()[0] as caller:
@@ -103,10 +114,6 @@ class Resting:
                 return
             now = time.monotonic()
             awaited = now if fence.is_owned(self.control) else awaited
-
-    @property
-    def _newest(self) -> int:
-        return msgspec.msgpack.decode(self.answer, type=Answer).states[-1].receipt.step
 
     def _reply(self, caller: socket.socket) -> bool:
         """Whether it was told to end; a caller that breaks off is nobody."""
@@ -146,10 +153,11 @@ class RestingAgent:
 
 
 class Inherited(msgspec.Struct, frozen=True):
-    """What a rank takes over of the agent before its own: a state, and all slots."""
+    """What a rank takes over of the agent before its own: a state, if that was gone on from, and
+    all slots.
+    """
 
-    receipt: Receipt
-    slot: int
+    kept: KeptState | None
     slots: list[int]
     slot_bytes: int
 
@@ -201,12 +209,24 @@ class Memory:
         }
 
     def inherited(self, identity: str, rank: int) -> Inherited | None:
-        """This rank's own part of the state that was gone on from."""
-        for agent, state in self._parts(identity):
-            if state.receipt.rank == rank:
-                slots = [os.dup(slot) for slot in agent.slots]
-                return Inherited(state.receipt, state.slot, slots, agent.answer.slot_bytes)
+        """This rank's own part of the state that was gone on from; without one, the slots of its
+        agent, with what is left there.
+        """
+        mine = [
+            (agent, state) for agent, state in self._parts(identity) if state.receipt.rank == rank
+        ]
+        mine += [(agent, None) for agent in self.agents if agent.answer.rank == rank]
+        for agent, state in mine:
+            return Inherited(state, [os.dup(slot) for slot in agent.slots], agent.answer.slot_bytes)
         return None
+
+    def left(self) -> LeftChunks:
+        """What lies in slots beside the states."""
+        return LeftChunks(
+            (agent.slots[lying.slot], lying)
+            for agent in self.agents
+            for lying in agent.answer.lying
+        )
 
     def end(self, rank: int, world: int) -> None:
         """Let the agents end whose ranks are this one now; forget the others."""

@@ -25,6 +25,7 @@ from rft.config.values import (
     Int,
     NonNegFloat,
     NonNegInt,
+    Parts,
     PosFloat,
     PosInt,
     RunPort,
@@ -180,8 +181,13 @@ class CheckpointConfig(Section):
     when_busy: Annotated[
         Literal["wait", "skip", "newest_wins"], "what a save does while both slots are in use"
     ] = "wait"
+    memory: Annotated[
+        Parts | None,
+        "host memory for staging, in parts of a rank; 2: the newest state stays whole in it, less: "
+        "what is on disk is written over; default: 2 where that fits, else 1.3",
+    ] = None
     host_memory_gb: Annotated[
-        PosFloat | None, "for staging, per rank; default: twice the rank's part of a checkpoint"
+        PosFloat | None, "the same in GB per rank; default: what memory says"
     ] = None
     rate_limit_mb: Annotated[NonNegFloat, "MB/s that one rank writes at most; 0: no limit"] = 0.0
     agent_deadline_s: Annotated[
@@ -224,6 +230,10 @@ class DriftConfig(Section):
     routed_otherwise: Annotated[
         FiniteNonNegFloat,
         "share of the engine's experts that the trainer would not choose, on fresh tokens",
+    ] = 0.2
+    gradient: Annotated[
+        FinitePosFloat,
+        "how far the loss's gradient is from that of REINFORCE, as a share of it, on fresh tokens",
     ] = 0.2
     equal_answers: Annotated[
         FiniteNonNegFloat,

@@ -33,6 +33,8 @@ from torch import Tensor
 from rft.ground.device import logit_columns
 from rft.megatron import bitwise
 
+APART = 1e-2  # of a norm; the noise of fp32 is below 1e-5, that of the TF32 of a GPU below 2e-3
+
 
 class _Sums:
     """Per token over the columns seen so far: the top z, sum e^(z
@@ -252,3 +254,40 @@ def label_logprobs(
         for t in found
     )
     return logprobs, entropy
+
+
+def check_label_logprobs(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Before a policy learns: on a few random tokens, whether values and gradients are those of the
+    closed form, in this group and on this device. A wrong gradient lowers no number of a run that
+    anybody looks at. Raises RuntimeError.
+    """
+    tokens, width, rows = 6, 8, 10
+    generator = torch.Generator().manual_seed(7)
+    hidden, weight, pull = (
+        torch.randn(shape, generator=generator, dtype=torch.float32)
+        for shape in ((tokens, width), (rows * group.size(), width), (tokens,))
+    )
+    labels = torch.randint(len(weight), (tokens,), generator=generator)
+    heat = torch.rand(tokens, generator=generator) + 0.5
+    whole, mine = hidden.double(), slice(group.rank() * rows, (group.rank() + 1) * rows)
+    logits = whole @ weight.double().T / heat[:, None]
+    p, chosen = logits.softmax(1), torch.nn.functional.one_hot(labels, len(weight))
+    slope = (chosen - p) * (pull / heat)[:, None]
+    wanted = (p.log().gather(1, labels[:, None])[:, 0], slope @ weight.double(), slope.T @ whole)
+    given = hidden.to(device).requires_grad_(), weight[mine].to(device).requires_grad_()
+    found, _ = label_logprobs(
+        *given, labels.to(device), heat.to(device), len(weight), group, sequence_parallel=False
+    )
+    slopes = torch.autograd.grad((found * pull.to(device)).sum(), given)
+    for what, one, right in zip(
+        ("log-probabilities", "gradients of hidden states", "gradients of the output layer"),
+        (found.detach(), *slopes),
+        (*wanted[:2], wanted[2][mine]),
+        strict=True,
+    ):
+        error = float((one.double().cpu() - right).norm() / right.norm())
+        if not error < APART:
+            raise RuntimeError(
+                f"{what} are off by {error:.1e} of their norm on {device}, before anything was "
+                f"trained: they are computed wrongly here; docs/truth.md"
+            )

@@ -497,8 +497,9 @@ PLACES = (  # tried at a start only
         late=True,
     ),
     Rule(
-        "trainer.checkpoint.host_memory_gb trainer.num_ranks trainer.dtype trainer.megatron device "
-        "mode cluster.node_num cluster.ray_address cluster.colocate explorer.rollout_model "
+        "trainer.checkpoint.host_memory_gb trainer.checkpoint.memory trainer.num_ranks "
+        "trainer.dtype trainer.megatron device mode cluster.node_num cluster.ray_address "
+        "cluster.colocate explorer.rollout_model "
         f"synchronizer.sync_method synchronizer.receive model.lora_configs {MODEL} {AUXILIARY} "
         f"{SERVICE_TRAINS} "
         "trainer.max_token_len_per_gpu model.teacher_model_path",

@@ -298,6 +298,20 @@ CHECKPOINT = (
         "trainer.checkpoint.when_busy=newest_wins: what is given up for a newer one would be gone "
         "from memory too; set when_busy=wait or skip",
     ),
+    Rule(
+        "trainer.memory_interval trainer.checkpoint.memory",
+        lambda c: c.trainer.memory_interval and (c.trainer.checkpoint.memory or 2) < 2,
+        "trainer.memory_interval={trainer.memory_interval} keeps each state whole, beside the next "
+        "one: trainer.checkpoint.memory={trainer.checkpoint.memory:g} has no room for two; set "
+        "memory=2, or trainer.memory_interval=0 and save_interval",
+    ),
+    Rule(
+        "trainer.checkpoint.memory trainer.checkpoint.host_memory_gb",
+        lambda c: c.trainer.checkpoint.memory and c.trainer.checkpoint.host_memory_gb,
+        "trainer.checkpoint.memory={trainer.checkpoint.memory:g} and "
+        "host_memory_gb={trainer.checkpoint.host_memory_gb:g} say the same in parts and in GB: "
+        "leave one of them out",
+    ),
     Rule("trainer.checkpoint.storage", _storage),
     Rule(
         "trainer.checkpoint.best_metric trainer.checkpoint.keep_best mode",

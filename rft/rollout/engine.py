@@ -128,6 +128,7 @@ class RolloutEngine(EngineRoutes):
         self.device_kind = device_kind
         self.max_model_len = max_model_len
         self.requests = self._running = 0
+        self._served: dict[str, ServedAdapter | None] = {}  # by requests that are under way
         self.tokens = 0
         self.cached = 0  # prompt tokens whose keys and values were there already
         self.colocated = colocated  # the trainer has the same devices
@@ -299,12 +300,33 @@ class RolloutEngine(EngineRoutes):
             prompt["cache_salt"] = f"weights {self._version}"
         output: RequestOutput | None = None
         lora = served.request() if served else None
-        async for made in llm.generate(prompt, params, asked.request_id, lora_request=lora):
-            output = made
+        self._served[asked.request_id] = served
+        try:
+            async for made in llm.generate(prompt, params, asked.request_id, lora_request=lora):
+                output = made
+        finally:
+            del self._served[asked.request_id]
         assert output is not None and output.finished, (
             "vLLM ended a request without its final output"
         )
         return output
+
+    async def finished(self, asked: dict[str, list[int]]) -> bytes:
+        """Of requests that are under way, each with the places of samples that are known: encoded
+        {request: {place: `Completion`}} of the others that are finished.
+        """
+        if self.llm is None or self.tells_routes:  # routes are told of whole answers
+            return encode({})
+        found = {}
+        for parent in list(self.llm.output_processor.parent_requests.values()):
+            name = parent.external_req_id
+            if name in asked and name in self._served:
+                found[name] = {
+                    made.index: completion(self.name, made, self._served[name])
+                    for made in parent.output_aggregator
+                    if made is not None and made.index not in asked[name]
+                }
+        return encode(found)
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns what it has, with stop "abort"."""
@@ -495,7 +517,7 @@ def sampling_params(asked: GenerateRequest, room: int) -> "SamplingParams":
         top_k=sampling.top_k,
         max_tokens=min(sampling.max_tokens, room),
         min_tokens=min(sampling.min_tokens, room),
-        seed=None if sampling.seed is None else spread(sampling.seed),
+        seed=None if sampling.seed is None else spread(sampling.seed) + asked.first,
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         stop=asked.stop,

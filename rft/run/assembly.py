@@ -135,7 +135,8 @@ def gates_of(config: Config) -> Gates:
     dtypes = {config.trainer.dtype, config.explorer.rollout_model.dtype}
     stop = config.trainer.on_drift == "stop"
     to_the_bit = is_bitwise(config) and config.device == "cpu"
-    return Gates(config.trainer.drift, stop, dtypes == {"fp32"}, to_the_bit)
+    is_plain = recipe.is_plain(config.algorithm)
+    return Gates(config.trainer.drift, stop, dtypes == {"fp32"}, is_plain, to_the_bit)
 
 
 def speculation_check(

@@ -47,6 +47,7 @@ MOVED = (
     "drift/token_mult_prob_error",
     "drift/routed_otherwise",
     "logprob_diff/max",
+    "drift/gradient",
 )
 SUMMED = ("num_tokens",)
 

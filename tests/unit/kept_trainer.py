@@ -1,23 +1,29 @@
-"""Ranks that save step 1 to disk and keep steps 2 and 3 in memory, then wait to be killed:
-python kept_trainer.py ROOT WORLD EPOCH.
+"""Ranks that save step 1 to disk and keep steps 2 and 3 in memory, then wait to be killed; with
+PARTS, save all three to disk, and have so much memory for it:
+python kept_trainer.py ROOT WORLD EPOCH [PARTS].
 """
 
 import sys
 import threading
 from pathlib import Path
 
-from states import PATIENCE, Member, Ranks, save, trainer_config, whole
+from states import PATIENCE, Member, Ranks, large, save, trainer_config, whole
 
 from rft.checkpoint.manager import CheckpointManager
 
 
-def train(root: Path, member: Member, epoch: int) -> None:
+def train(root: Path, member: Member, epoch: int, parts: float) -> None:
     state, config = whole(), trainer_config(memory_interval=1)
+    if parts:
+        state, config = large(), trainer_config(memory=parts)
     manager = CheckpointManager(root, member, config, epoch=epoch, log_dir=root.parent)
     manager.start(state)
     save(manager, 1, state.fill(1))
     for step in (2, 3):
         member.barrier("the next step")
+        if parts:
+            save(manager, step, state.fill(step))
+            continue
         manager.save(step, state.fill(step), {"seen": step}, full=False, memory=True)
         manager.before_update()
     member.barrier("all is staged")
@@ -25,8 +31,9 @@ def train(root: Path, member: Member, epoch: int) -> None:
 
 if __name__ == "__main__":
     root, ranks, epoch = Path(sys.argv[1]), Ranks(int(sys.argv[2])), int(sys.argv[3])
+    parts = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
     threads = [
-        threading.Thread(target=train, args=(root, ranks.member(rank), epoch))
+        threading.Thread(target=train, args=(root, ranks.member(rank), epoch, parts))
         for rank in range(ranks.world)
     ]
     for thread in threads:
