@@ -122,7 +122,7 @@ class ExactAttention(CPUAttentionBackendImpl):
             held = attn_metadata.block_table[requests, : -(-int(ends.max()) // size)].long()
             # what stands in a table behind a request's pages is of others, or of nobody
             held = held.where(torch.arange(held.shape[1]) * size < ends[:, None], held[:, :1])
-            pages = kv_cache[held].transpose(1, 2).flatten(2, 3)
+            pages = kv_cache[held].transpose(1, 2).flatten(2, 3)[:, :, : int(ends.max())]
             keys, values = pages.split(pages.shape[-1] // 2, -1)
             rows = first[:, None] + torch.arange(n)
             last = ends[:, None] - n + torch.arange(n)
