@@ -32,7 +32,7 @@ from bench import report
 from rft.monitor.run_record import RunRecord
 
 HISTORY = Path(__file__).with_suffix(".json")
-STEPS = {"sft_warmup": 150, "rft": 25}
+STEPS = {"sft_warmup": 120, "rft": 20}
 EVERY_S = 1.0
 SIZE = 384  # of the matrices that are multiplied
 
