@@ -472,6 +472,11 @@ class Config(Section):
     deterministic: Annotated[
         Bool, "repeatable and resumable bit by bit, and slow: see docs/deterministic.md"
     ] = False
+    trainer_engine: Annotated[
+        Literal["close", "bitwise"],
+        "how alike their log-probabilities are; bitwise: in every bit, with deterministic=true: "
+        "docs/deterministic.md",
+    ] = "close"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         "what ranks and engines compute on; auto: cuda where there is a GPU, found at the start",

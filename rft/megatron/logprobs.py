@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from rft.ground.device import logit_columns
+from rft.megatron import bitwise
 
 APART = 1e-2  # of a norm; the noise of fp32 is below 1e-5, that of the TF32 of a GPU below 2e-3
 
@@ -151,6 +152,23 @@ class _LabelLogprobs(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
 
 
+class _BitwiseLogprobs(_LabelLogprobs):
+    """Of whole rows of logits, as an engine computes them; the gradient is that of tiles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        local: Tensor,
+        temperature: Tensor,
+        width: int,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        _, entropy = _LabelLogprobs.forward(ctx, hidden, weight, local, temperature, width, group)
+        return bitwise.label_logprobs(hidden, weight[:width], local, temperature), entropy
+
+
 def _tiles(
     hidden: Tensor, weight: Tensor, temperature: Tensor, width: int
 ) -> Iterator[tuple[slice, Tensor]]:
@@ -205,12 +223,14 @@ def label_logprobs(
     sequence_parallel: bool = False,
     trained: Tensor | None = None,
     source: Tensor | None = None,
+    to_the_bit: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [L] of `labels` [L] and entropies [L], both 0 but at the rows `trained`.
 
     `hidden` is [T, H] on every rank of `group`, or its T/tp rows with `sequence_parallel`; `weight`
     is this rank's shard, and `vocab` the true vocabulary size, without padding. `source` [L]: the
     row of `hidden` that predicts each label, some of them several; None: each its own, L = T.
+    `to_the_bit`: as an engine's.
     """
     if sequence_parallel:
         whole = gather_from_sequence_parallel_region(
@@ -225,11 +245,10 @@ def label_logprobs(
         whole = whole.index_select(0, source if trained is None else source[trained])
     elif trained is not None:
         whole = whole[trained]
+    compute = (_BitwiseLogprobs if to_the_bit else _LabelLogprobs).apply
     if trained is None:
-        return _LabelLogprobs.apply(whole, weight, labels - first, temperature, width, group)
-    found = _LabelLogprobs.apply(
-        whole, weight, labels[trained] - first, temperature[trained], width, group
-    )
+        return compute(whole, weight, labels - first, temperature, width, group)
+    found = compute(whole, weight, labels[trained] - first, temperature[trained], width, group)
     logprobs, entropy = (
         torch.zeros(len(labels), dtype=t.dtype, device=t.device).index_put((trained,), t)
         for t in found

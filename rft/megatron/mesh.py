@@ -61,12 +61,19 @@ class Mesh:
     """Rank facts and collectives. `tp`, `pp`, `cp`, `dp` are sizes, `tp_rank` ... this rank's
     places.
 
+    `bitwise`: log-probabilities are to be those of an engine to the bit (`rft.megatron.bitwise`).
     `vpp`: parts of the model per pipeline stage. `place`: the facts that decide which weights are
     here; layers of experts are spread otherwise over the same ranks, `place.ep` x `place.etp`.
     """
 
-    def __init__(self, config: MegatronConfig, device: Device, timeout_s: float = 1800.0):
-        self.device = device
+    def __init__(
+        self,
+        config: MegatronConfig,
+        device: Device,
+        timeout_s: float = 1800.0,
+        bitwise: bool = False,
+    ):
+        self.device, self.bitwise = device, bitwise
         self.timeout = collective_timeout(timeout_s)
         self._join()
         parallel_state.initialize_model_parallel(

@@ -26,6 +26,7 @@ WINDOW = 5  # steps; a single spike that is gone at once is none (NeMo-RL, the p
 PAGE = "docs/observe.md#gates"
 ERROR = "drift/token_mult_prob_error"
 ROUTED = "drift/routed_otherwise"
+APART = "logprob_diff/max"
 GRADIENT = "drift/gradient"
 TENSORS = ("weights", "moments")  # how the names of their digests end
 SUMS = ("weight", "advantage")  # over trained tokens; of advantages, as in `credit.sums`
@@ -74,6 +75,14 @@ GATES = (
         "clip_frac",
         "most of what is clipped is not learned from: too many updates of a batch, or too old ones",
         "twice GSPO's share, the largest that was published of a healthy run (arXiv:2507.18071)",
+    ),
+    Limit(
+        "bits",
+        APART,
+        "",
+        "trainer_engine=bitwise, and a token has another log-probability in the trainer than in "
+        "its engine: a layer, a number of threads or a library that is not the same on both sides",
+        "exact",
     ),
     Limit(
         "answers",
@@ -136,13 +145,15 @@ GATES = (
 @dataclass
 class Gates:
     """`stop`: trainer.on_drift. `is_fp32`: trainer and engines compute in it. `is_plain`: the loss
-    has no other term than the policy's. `tripped`: why the run is to end, if it is.
+    has no other term than the policy's. `is_bitwise`: trainer and engines compute to the same bits.
+    `tripped`: why the run is to end, if it is.
     """
 
     config: DriftConfig = field(default_factory=DriftConfig)
     stop: bool = False
     is_fp32: bool = False
     is_plain: bool = False
+    is_bitwise: bool = False
     tripped: str = ""
     warned: set[str] = field(default_factory=set)
     recent: dict[str, deque[float]] = field(default_factory=dict)
@@ -152,7 +163,7 @@ class Gates:
         passed = 0
         for gate in GATES:
             value = _value(gate, metrics)
-            if value is None or (gate.metric == GRADIENT and not self.is_plain):
+            if value is None or not self._is_asked(gate):
                 continue
             limit = self._limit(gate)
             if gate.limit:
@@ -170,6 +181,10 @@ class Gates:
                     f"{gate.cause}",
                 )
         return {"drift/alarms": float(passed)}
+
+    def _is_asked(self, gate: Limit) -> bool:
+        """Whether the number means something in this run."""
+        return {GRADIENT: self.is_plain, APART: self.is_bitwise}.get(gate.metric, True)
 
     def _limit(self, gate: Limit) -> float:
         given = getattr(self.config, gate.limit) if gate.limit else gate.most
@@ -205,7 +220,7 @@ def _value(gate: Limit, metrics: Mapping[str, float]) -> float | None:
     """Of the ratio that of the first update, where there are several: there the policy has not
     moved yet.
     """
-    if gate.metric not in (ERROR, ROUTED, GRADIENT):
+    if gate.metric not in (ERROR, ROUTED, GRADIENT, APART):
         return metrics.get(gate.metric)
     found = metrics.get(f"{gate.metric}_first", metrics.get(gate.metric))
     if found is None:
@@ -214,7 +229,7 @@ def _value(gate: Limit, metrics: Mapping[str, float]) -> float | None:
     if metrics.get("staleness/unversioned_tokens", 1.0):
         return None
     is_fresh = metrics.get("staleness/token_max", 1.0) <= 0
-    if gate.metric in (ROUTED, GRADIENT):
+    if gate.metric in (ROUTED, GRADIENT, APART):
         return found if is_fresh else None
     return found if is_fresh == (gate.limit == "token_mult_prob_error") else None
 

@@ -46,6 +46,7 @@ MOVED = (
     "kl/old",
     "drift/token_mult_prob_error",
     "drift/routed_otherwise",
+    "logprob_diff/max",
     "drift/gradient",
 )
 SUMMED = ("num_tokens",)

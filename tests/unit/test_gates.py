@@ -32,6 +32,7 @@ HEALTHY = {
     "drift/lost_weight": 1e-6,
     "drift/gradient": 1e-4,
     "drift/misjudged": 0.0,
+    "logprob_diff/max": 0.0,
 }
 WRONG = [
     ("engine", {"drift/token_mult_prob_error": 1.06}),
@@ -49,11 +50,13 @@ WRONG = [
     ("gradient", {"drift/gradient": 0.6}),
     ("gradient", {"drift/gradient": 0.1, "drift/gradient_first": 0.6}),
     ("advantages", {"drift/misjudged": 1.0}),
+    ("bits", {"logprob_diff/max": 1e-7}),
+    ("bits", {"logprob_diff/max": 0.3, "logprob_diff/max_first": 1e-7}),
 ]
 
 
 def test_a_healthy_step_passes_no_gate(caplog: pytest.LogCaptureFixture) -> None:
-    gates = Gates(is_plain=True)
+    gates = Gates(is_plain=True, is_bitwise=True)
     assert gates.after(1, HEALTHY) == {"drift/alarms": 0.0} and not caplog.records
 
 
@@ -61,7 +64,8 @@ def test_a_healthy_step_passes_no_gate(caplog: pytest.LogCaptureFixture) -> None
 def test_each_gate_warns_once_with_cause_and_page(
     name: str, wrong: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    gates, (gate,) = Gates(is_plain=True), [one for one in GATES if one.name == name]
+    gates = Gates(is_plain=True, is_bitwise=True)
+    (gate,) = [one for one in GATES if one.name == name]
     for step in (1, 2, 3):
         assert gates.after(step, HEALTHY | wrong) == {"drift/alarms": 1.0}
     (record,) = caplog.records
