@@ -94,7 +94,6 @@ PARTS = {
     ),
     "mutants": full("mutants"),
     "drill": full("silent_faults"),
-    "history": Part([["-m", "bench.history"]]),
     "install": tests("verify/test_installed.py", "verify/test_init_runs.py", more=PACKAGE),
     "release": tests("verify/test_release.py", more=(*PACKAGE, "README.md")),
     "cluster": full("slurm", "ray_launch", "torchrun_nodes", "kubernetes"),
