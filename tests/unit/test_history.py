@@ -1,4 +1,4 @@
-"""The corridor of `bench.history`: around the runs that were kept, and none where there are none."""
+"""The corridor of `bench.history`: around the runs that were kept, none where there are none."""
 
 import sys
 from pathlib import Path
