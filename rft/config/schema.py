@@ -231,6 +231,11 @@ class DriftConfig(Section):
         FiniteNonNegFloat,
         "share of the engine's experts that the trainer would not choose, on fresh tokens",
     ] = 0.2
+    gradient: Annotated[
+        FinitePosFloat | None,
+        "how far the loss's gradient is from that of REINFORCE, as a share of it, on fresh tokens; "
+        "default: 0.5, where both compute in fp32 0.2",
+    ] = None
     equal_answers: Annotated[
         FiniteNonNegFloat,
         "share of pairs of equal answers in a group, over what their probabilities and chance say",
@@ -467,6 +472,11 @@ class Config(Section):
     deterministic: Annotated[
         Bool, "repeatable and resumable bit by bit, and slow: see docs/deterministic.md"
     ] = False
+    trainer_engine: Annotated[
+        Literal["close", "bitwise"],
+        "how alike their log-probabilities are; bitwise: in every bit, with deterministic=true: "
+        "docs/deterministic.md",
+    ] = "close"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         "what ranks and engines compute on; auto: cuda where there is a GPU, found at the start",

@@ -47,6 +47,7 @@ IDLE = {  # keys of a model on one's own machines, and why they mean nothing to 
     "model.ref_model_path": "a KL term compares with model.tinker.base_model",
     "model.min_response_tokens": "the service knows no shortest response",
     "deterministic": "nobody promises that the service computes the same twice",
+    "trainer_engine": "nobody promises that its samplers compute as its trainers do",
     "synchronizer.bucket_bytes": BY_PATH,
     "synchronizer.receive": BY_PATH,
     "synchronizer.sync": BY_PATH,

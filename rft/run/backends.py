@@ -96,8 +96,11 @@ class MegatronBackend(TrainBackend):
             kernels.check()
         from rft.megatron import mesh
 
-        trainer = self.config.trainer
-        return mesh.Mesh(trainer.megatron, self.device, trainer.collective_timeout)
+        trainer, is_bitwise = self.config.trainer, configs.is_bitwise(self.config)
+        if is_bitwise:
+            self.device.order_sums()
+        to_the_bit = is_bitwise and self.device.kind == "cpu"
+        return mesh.Mesh(trainer.megatron, self.device, trainer.collective_timeout, to_the_bit)
 
     def build_models(self, mesh: TrainerMesh) -> "Models":
         """The policy comes first: it seeds the generators."""

@@ -208,6 +208,7 @@ def _train(rank: Rank, mesh: TrainerMesh) -> None:
     logs.show_stacks_when_stopped()
     reached = trainer.fit(built.start)
     trainer.phase = "closing"
+    trainer.feed.close()
     trainer.checkpoints.close()
     trainer.publisher.close()
     rank.complete = trainer.complete
