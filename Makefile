@@ -117,6 +117,8 @@ bench: $(CPU)/.installed
 	$(RUN) -m bench.store_faults --quick
 	$(RUN) -m bench.versions --steps 20
 	$(RUN) -m bench.save_plan
+	$(RUN) -m bench.recovery --quick
+	$(RUN) -m bench.every_step --quick
 	$(RUN) -m bench.packing --quick
 	$(RUN) -m bench.logprobs --quick
 	$(RUN) -m bench.train_step --quick

@@ -15,6 +15,7 @@ both, 135M with steps of at least 5 s, 200 saves of each kind; with fewer they a
 """
 
 import argparse
+import math
 import os
 import random
 import statistics
@@ -40,21 +41,23 @@ DRAWS = 4000  # of the bootstrap
 
 @dataclass(frozen=True)
 class Case:
-    """`rows` of a step; of each block `steps` are counted, after `left` that are not."""
+    """`rows` of a step; of each block `steps` are counted, after `left` that are not. `quick_s`:
+    seconds of training; rounds end when another one would not fit.
+    """
 
     name: str
     shapes: dict[str, int]
     rows: int
     steps: int
     left: int
-    quick_rounds: int
+    quick_s: float
     least_s: float = 0.0  # of a step, for the bar
 
 
 CASES = {
-    "quickstart": Case("quickstart", {}, 128, steps=10, left=3, quick_rounds=5),
+    "quickstart": Case("quickstart", {}, 128, steps=10, left=3, quick_s=120.0),
     "135M": Case(
-        "135M", {**SMOLLM, "vocab": 49152}, 80, steps=4, left=1, quick_rounds=2, least_s=STEP_S
+        "135M", {**SMOLLM, "vocab": 49152}, 28, steps=3, left=1, quick_s=150.0, least_s=STEP_S
     ),
 }
 
@@ -65,6 +68,7 @@ class Blocks(SaveTimes):
 
     case: Case | None = None
     rounds: int = 1
+    budget_s: float = math.inf
     plan: list[tuple[int, str, bool]] = field(default_factory=list)  # round, kind, is counted
     ends: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)  # processor seconds of this process and agents
@@ -90,6 +94,14 @@ class Blocks(SaveTimes):
         """What is said at the end of `step` is paid for by the step behind it."""
         return step < len(self.plan) and self.plan[step][1] == kind
 
+    def is_over(self) -> bool:
+        """Whether there is no time for another round."""
+        step = len(self.ends)
+        if not 1 < step < len(self.plan) or self.plan[step][0] in (0, self.plan[step - 1][0]):
+            return False
+        done = self.plan[step][0]
+        return (time.monotonic() - self.ends[0]) * (done + 1) / done > self.budget_s
+
     def told(self, step: int, metrics: dict[str, float], experiences: list[Any]) -> None:
         self.ends.append(time.monotonic())
         own = psutil.Process()
@@ -108,7 +120,7 @@ class Blocks(SaveTimes):
         return steps
 
 
-def train(top: Path, case: Case, rounds: int, results: Any) -> None:
+def train(top: Path, case: Case, rounds: int, budget_s: float, results: Any) -> None:
     """The rank's process."""
     from rft import config as configs
     from rft import train as product
@@ -125,8 +137,8 @@ def train(top: Path, case: Case, rounds: int, results: Any) -> None:
     mesh = backend.open_mesh()
     models = backend.build_models(mesh)
     epoch = fence.take_epoch(fence.control_dir(backend.job))
-    built = assembly.assemble(backend, mesh, models, epoch, lambda: False, Recovery())
-    blocks = Blocks(0, 0.0, mesh.broadcast, case=case, rounds=rounds)
+    blocks = Blocks(0, 0.0, mesh.broadcast, case=case, rounds=rounds, budget_s=budget_s)
+    built = assembly.assemble(backend, mesh, models, epoch, blocks.is_over, Recovery())
     trainer = replace(
         built.trainer,
         config=replace(config.trainer, total_steps=len(blocks.plan)),
@@ -159,7 +171,7 @@ def arguments(top: Path, case: Case) -> list[str]:
     ]
 
 
-def measured(case: Case, rounds: int) -> tuple[Any, int, float]:
+def measured(case: Case, rounds: int, budget_s: float) -> tuple[Any, int, float]:
     with tempfile.TemporaryDirectory(
         prefix="every_step_", dir=os.environ.get("TMPDIR", "/var/tmp")
     ) as top:
@@ -167,7 +179,7 @@ def measured(case: Case, rounds: int) -> tuple[Any, int, float]:
         write_arithmetic(Path(top), num_eval=16)
         context = get_context("spawn")
         results = context.Queue()
-        rank = context.Process(target=train, args=(Path(top), case, rounds, results))
+        rank = context.Process(target=train, args=(Path(top), case, rounds, budget_s, results))
         rank.start()
         try:
             while results.empty():
@@ -245,8 +257,10 @@ def main() -> None:
     is_met = len(options.only) == len(CASES)
     for name in options.only:
         case = CASES[name]
-        rounds = case.quick_rounds if options.quick else -(-options.saves // case.steps)
-        steps, size, skipped = measured(case, rounds)
+        rounds, budget_s = -(-options.saves // case.steps), math.inf
+        if options.quick:
+            budget_s = case.quick_s
+        steps, size, skipped = measured(case, rounds, budget_s)
         found = judged(case, steps, size)
         say(case, found, size, skipped)
         ratios[name] = {kind: round(one["high"], 4) for kind, one in found.items()}

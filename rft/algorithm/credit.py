@@ -100,16 +100,22 @@ def sums(judged: CreditedStep, mode: str, longest: int = 1) -> dict[str, float]:
     weight = whole[mode] * tokens / sequences if mode in whole else 1.0
     said = [mean_logprob(e) * n for e, n in zip(judged.experiences, lengths, strict=True)]
     of_rows = np.multiply(token_weights(lengths, mode, longest), said)
-    pushed = float(np.dot(of_rows, judged.advantages))
-    return {"sample/weight": weight, "sample/advantage": pushed}
+    pushed = of_rows * judged.advantages
+    return {
+        "sample/weight": weight,
+        "sample/advantage": float(pushed.sum()),
+        "sample/advantage_size": float(np.abs(pushed).sum()),
+    }
 
 
-def misjudged(judged: CreditedStep, advantage_fn: str) -> dict[str, float]:
+def misjudged(
+    judged: CreditedStep, advantage_fn: str, arguments: dict[str, Any]
+) -> dict[str, float]:
     """Pairs of single responses of a group in which the lower reward has the higher advantage;
     nothing where advantages do not follow from rewards alone.
     """
     singles = not any(e.turn or PEERS in e.info for e in judged.experiences)
-    if advantage_fn not in BY_REWARD or not singles:
+    if advantage_fn not in BY_REWARD or arguments.get("rank_penalty") or not singles:
         return {}
     rewards, groups = map(np.array, ([total_reward(e) for e in judged.experiences], judged.groups))
     found = 0

@@ -70,7 +70,7 @@ class Restarted(Record, tag="restarted", kw_only=True):
 
 class Answered(Record, tag="answered", kw_only=True):
     """What engines have answered to a group that is not finished, an encoded list of
-    `rft.rollout.answers.Answer`. Behind its experiences, or its failure, it says nothing.
+    `rft.rollout.answers.AnsweredSample`. Behind its experiences, or its failure, it says nothing.
     """
 
     group: int

@@ -24,7 +24,7 @@ LOOK_S = 0.2  # between looks for the answer, which is a file
 GONE_S = 5.0  # for ranks that were never there, or whose run has ended, to be taken for gone
 
 
-class Answered(msgspec.Struct, frozen=True):
+class SaveAnswer(msgspec.Struct, frozen=True):
     """`name`: of the committed directory; empty where the save failed, for a `cause`."""
 
     step: int
@@ -56,11 +56,11 @@ class SaveRequests:
 
     def hear(self, report: Report) -> None:
         if isinstance(report, Committed) and not report.collection:
-            self._answer(Answered(report.step, name=report.name))
+            self._answer(SaveAnswer(report.step, name=report.name))
         elif isinstance(report, SaveFailed):
-            self._answer(Answered(report.step, cause=report.cause))
+            self._answer(SaveAnswer(report.step, cause=report.cause))
 
-    def _answer(self, answer: Answered) -> None:
+    def _answer(self, answer: SaveAnswer) -> None:
         for asked in [one for one, step in self._under_way.items() if step == answer.step]:
             path = directory(self.control) / asked
             with contextlib.suppress(OSError):  # a full disk: asked again at the next step
@@ -75,7 +75,7 @@ class SaveRequests:
         return set()
 
 
-def ask(control: Path, within_s: float) -> Answered:
+def ask(control: Path, within_s: float) -> SaveAnswer:
     """Ask for a save, and wait until it is committed or has failed.
 
     Raises NobodySaves, TimeoutError when there is no answer, or OSError.
@@ -94,7 +94,7 @@ def ask(control: Path, within_s: float) -> Answered:
         answer.unlink(missing_ok=True)
 
 
-def _awaited(control: Path, answer: Path, within_s: float) -> Answered:
+def _awaited(control: Path, answer: Path, within_s: float) -> SaveAnswer:
     begun = owned = time.monotonic()
     while not answer.exists():
         now = time.monotonic()
@@ -107,4 +107,4 @@ def _awaited(control: Path, answer: Path, within_s: float) -> Answered:
                 "give a longer --timeout"
             )
         time.sleep(LOOK_S)
-    return decode_json(answer.read_bytes(), Answered)
+    return decode_json(answer.read_bytes(), SaveAnswer)

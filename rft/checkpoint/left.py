@@ -58,8 +58,6 @@ class LeftChunks:
 
     def _view(self, descriptor: int) -> memoryview:
         if descriptor not in self._views:
-            size, flags = os.fstat(descriptor).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._views[descriptor] = memoryview(
-                mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ)
-            )
+            size = os.fstat(descriptor).st_size
+            self._views[descriptor] = memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ))
         return self._views[descriptor]

@@ -196,16 +196,13 @@ class CheckpointManager:
         self._plan = self._agree([claim_of(piece) for piece in policy.snapshot().pieces])
         total = sharding.extent(self._plan.regions)
         kept = sharding.extent(self._plan.weight_regions) if self.config.versions != "none" else 0
-        room = Room(free, kept)
+        room = Room(self._plan.regions, free, kept)
         size = room.slot_size(
-            self.config,
-            self._plan.regions,
-            self._states.slot_bytes,
-            is_whole=self.trainer.memory_interval > 0,
+            self.config, self._states.slot_bytes, self.trainer.memory_interval > 0
         )
         windows = windows_of(self._plan.regions, size, total)
         inherited = self._states.take_over(self._plan.regions, size)
-        room.check(0 if inherited else size, self._plan.regions)
+        room.check(0 if inherited else size)
         if self.trainer.memory_interval and len(windows) > 1:
             raise ValueError(
                 f"trainer.memory_interval={self.trainer.memory_interval} keeps this rank's whole "

@@ -253,10 +253,8 @@ class KeptFile:
         from rft.checkpoint.reader import Damaged  # with numpy, which an agent has no use for
 
         if self._view is None:
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._view = memoryview(
-                mmap.mmap(self._descriptor, self._size, flags=flags, prot=mmap.PROT_READ)
-            )
+            # not all of it may be asked for, and its pages come sixteen at a time
+            self._view = memoryview(mmap.mmap(self._descriptor, self._size, prot=mmap.PROT_READ))
         for number in range(start // CHUNK, -(-(start + count) // CHUNK)):
             if number not in self._sound:
                 part = self._view[number * CHUNK : min((number + 1) * CHUNK, self.bytes)]

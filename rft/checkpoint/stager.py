@@ -58,26 +58,25 @@ def slot_of_parts(regions: list[Region], total: int, parts: float) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """Host memory of this node. `free`: bytes, before any rank has taken its slots; `beside`: what
-    each needs for something else.
+    """Host memory of this node, for a rank's `regions`. `free`: bytes, before any rank has taken
+    its slots; `beside`: what each needs for something else.
     """
 
+    regions: list[Region]
     free: int
     beside: int = 0
     neighbours: int = field(default_factory=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
-    def slot_size(
-        self, config: CheckpointConfig, regions: list[Region], there: int, is_whole: bool
-    ) -> int:
+    def slot_size(self, config: CheckpointConfig, there: int, is_whole: bool) -> int:
         """Bytes of each slot. Where nothing is said: a whole part (`is_whole`: in any case), if
         this node has room for two of each rank, or slots of that size are `there` already.
         """
-        total = extent(regions)
-        whole, least = slot_size(total, None), slot_of_parts(regions, total, LEAST_PARTS)
+        total = extent(self.regions)
+        whole, least = slot_size(total, None), slot_of_parts(self.regions, total, LEAST_PARTS)
         if config.host_memory_gb is not None:
             return slot_size(total, config.host_memory_gb)
         if config.memory is not None:
-            return slot_of_parts(regions, total, config.memory)
+            return slot_of_parts(self.regions, total, config.memory)
         if is_whole or there == whole:
             return whole
         if there != least and (2 * whole + self.beside) * self.neighbours <= self.free:
@@ -92,14 +91,15 @@ class Room:
         )
         return least
 
-    def check(self, size: int, regions: list[Region]) -> None:
+    def check(self, size: int) -> None:
         """Pages are touched at once: too little memory for two slots of that size must be an error
         now, and not the end of some process. In a container what counts is its own limit, for memfd
         too. Raises ValueError.
         """
         wanted, count = 2 * size + self.beside, self.neighbours
         if wanted * count > self.free:
-            least = 2 * slot_of_parts(regions, extent(regions), LEAST_PARTS) + self.beside
+            least = slot_of_parts(self.regions, extent(self.regions), LEAST_PARTS)
+            least = 2 * least + self.beside
             raise ValueError(
                 f"staging checkpoints takes {wanted / 1e9:.2f} GB of host memory for each of "
                 f"{count} rank(s) of this node, {wanted * count / 1e9:.2f} GB, and "

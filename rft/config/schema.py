@@ -232,9 +232,10 @@ class DriftConfig(Section):
         "share of the engine's experts that the trainer would not choose, on fresh tokens",
     ] = 0.2
     gradient: Annotated[
-        FinitePosFloat,
-        "how far the loss's gradient is from that of REINFORCE, as a share of it, on fresh tokens",
-    ] = 0.2
+        FinitePosFloat | None,
+        "how far the loss's gradient is from that of REINFORCE, as a share of it, on fresh tokens; "
+        "default: 0.5, where both compute in fp32 0.2",
+    ] = None
     equal_answers: Annotated[
         FiniteNonNegFloat,
         "share of pairs of equal answers in a group, over what their probabilities and chance say",

@@ -41,11 +41,11 @@ from rft.ground.names import (
     is_expert,
     read_hf_config,
 )
+from rft.preflight.save_costs import state_bytes
 from rft.run.cards import engine_cards
 from rft.sync import transfer
 
-GRADIENT, MASTER = 4, 4  # bytes: gradients are summed in fp32, and bf16 weights have an fp32 copy
-MOMENTS = {"adam": 8, "sgd": 0}
+GRADIENT = 4  # bytes: gradients are summed in fp32
 HEAP = 1.45  # of what a CPU's ranks keep for the backward pass: temporaries, and holes between
 WIDE = 6  # rows of the hidden size, in fp32, around the logits: states, their gradients, copies
 HEAD = "lm_head.weight"
@@ -112,7 +112,7 @@ def plan(config: Config) -> MemoryPlan:
     total, mine = sum(whole.values()), held(whole, config)
     trained = sum(adapted.values())
     mine_trained, mine_state = (held(adapted, config, once) for once in (False, True))
-    state = (MASTER if item < MASTER else 0) + MOMENTS[config.algorithm.optimizer.optimizer_type]
+    state = state_bytes(item, config.algorithm.optimizer.optimizer_type)
     critic = int(recipe.needs_critic(config.algorithm)) * (
         mine * (item + GRADIENT) + held(whole, config, once=True) * state
     )
@@ -121,14 +121,9 @@ def plan(config: Config) -> MemoryPlan:
         teacher = read_hf_config(config.model.teacher_model_path)
         reference += held(numbers(Dims.of(teacher), architecture_of(teacher)), config) * item
     tokens = tokens_of_rank(config)
-    saved = (
-        mine_trained * max(item, MASTER)
-        + mine_state * MOMENTS[config.algorithm.optimizer.optimizer_type]
-    )
+    saved = mine_trained * item + mine_state * state
     saved += int(critic > 0) * saved
-    stored = trained * (
-        max(item, MASTER) + MOMENTS[config.algorithm.optimizer.optimizer_type]
-    )  # copies are stored once
+    stored = trained * (item + state)  # copies are stored once
     stored += int(critic > 0) * stored
     budget = config.trainer.checkpoint.host_memory_gb
     rollout, synchronizer = config.explorer.rollout_model, config.synchronizer

@@ -34,7 +34,7 @@ LOOK_S = 0.5  # between looks at what is answered, and not stored with its group
 Kept = tuple[int, bytes, int | None]  # `ExperienceBuffer.answered`
 
 
-class Answer(Record, kw_only=True):
+class AnsweredSample(Record, kw_only=True):
     """Sample `sample` of the answer to a request of a group."""
 
     request: str  # `GroupAnswers.name`
@@ -57,10 +57,10 @@ class OpenRequest:
     here: dict[int, Completion]
     told: set[int]
 
-    def new(self) -> list[Answer]:
+    def new(self) -> list[AnsweredSample]:
         """Samples that nobody was told of; told now."""
         found = [
-            Answer(request=self.name, sample=number, completion=made)
+            AnsweredSample(request=self.name, sample=number, completion=made)
             for number, made in sorted(self.here.items())
             if number not in self.told and made.stop != "abort"
         ]
@@ -76,11 +76,11 @@ class GroupAnswers:
         self.keeper = keeper
         self.kept: dict[str, dict[int, Completion]] = {}
         for encoded in kept:  # the later one is what the last start has heard
-            for one in decode(encoded, list[Answer]):
+            for one in decode(encoded, list[AnsweredSample]):
                 self.kept.setdefault(one.request, {})[one.sample] = one.completion
         self._asked = Counter[str]()
         self._under_way: set[OpenRequest] = set()
-        self._late = list[tuple[float, Answer]]()  # when it was answered
+        self._late = list[tuple[float, AnsweredSample]]()  # when it was answered
 
     def name(self, run: str, request: GenerateRequest) -> str:
         """Of the next request like this one of this run."""
@@ -115,13 +115,13 @@ class GroupAnswers:
         """Make durable what there is, also of requests that were cancelled."""
         await self.keeper.tell(self.group, self._due())
 
-    def _due(self, before: float = float("inf")) -> list[Answer]:
+    def _due(self, before: float = float("inf")) -> list[AnsweredSample]:
         """What nobody was told of, of before that time."""
         found = [one for at, one in self._late if at < before]
         self._late = [late for late in self._late if late[0] >= before]
         return found
 
-    def late(self, before: float) -> list[Answer]:
+    def late(self, before: float) -> list[AnsweredSample]:
         """That, and finished samples of requests that are under way."""
         found = self._due(before)
         for request in self._under_way:
@@ -184,7 +184,7 @@ class AnswerKeeper:
         finally:
             self._asking -= ahead
 
-    async def tell(self, group: int, answers: list[Answer]) -> None:
+    async def tell(self, group: int, answers: list[AnsweredSample]) -> None:
         """Return when they are durable."""
         if answers:
             await self._send((group, answers))
@@ -198,13 +198,13 @@ class AnswerKeeper:
             late = [(one.group, one.late(before)) for one in list(self._groups.values())]
             await asyncio.gather(*(self.tell(*told) for told in late))
 
-    async def _sent(self, told: list[tuple[int, list[Answer]]]) -> None:
-        by_group: dict[int, list[Answer]] = {}
+    async def _sent(self, told: list[tuple[int, list[AnsweredSample]]]) -> None:
+        by_group: dict[int, list[AnsweredSample]] = {}
         for group, answers in told:
             by_group.setdefault(group, []).extend(answers)
         await self._call([(group, encode(some), oldest(some)) for group, some in by_group.items()])
 
 
-def oldest(answers: list[Answer]) -> int | None:
+def oldest(answers: list[AnsweredSample]) -> int | None:
     """The oldest version that sampled a token of them."""
     return min((one.version for one in answers if one.version is not None), default=None)

@@ -203,7 +203,9 @@ class Feed:
         metrics |= {"drift/failed_trained": float(failed + lost)}
         if algorithm.advantage_fn in ADVANTAGES and not token_credit.is_needed(algorithm):
             metrics |= credit.sums(judged, str(algorithm.loss_agg_mode), self.longest)
-            metrics |= credit.misjudged(judged, str(algorithm.advantage_fn))
+            metrics |= credit.misjudged(
+                judged, str(algorithm.advantage_fn), algorithm.advantage_fn_args
+            )
         return (metrics | dropped | judged.metrics, judged.groups), rows
 
     def _fresh(self, batch: Batch) -> tuple[list[Experience], dict[str, float]]:

@@ -30,7 +30,8 @@ APART = "logprob_diff/max"
 GRADIENT = "drift/gradient"
 TENSORS = ("weights", "moments")  # how the names of their digests end
 SUMS = ("weight", "advantage")  # over trained tokens; of advantages, as in `credit.sums`
-ANY_ERROR, FP32_ERROR = 1.05, 1.001  # its limits where none is given
+# limits where none is given: where both compute in fp32, and elsewhere
+UNGIVEN = {ERROR: (1.001, 1.05), GRADIENT: (0.2, 0.5)}
 
 
 class Drifted(ConfigError):
@@ -188,7 +189,8 @@ class Gates:
     def _limit(self, gate: Limit) -> float:
         given = getattr(self.config, gate.limit) if gate.limit else gate.most
         if given is None:
-            return FP32_ERROR if self.is_fp32 else ANY_ERROR
+            in_fp32, in_any = UNGIVEN[gate.metric]
+            return in_fp32 if self.is_fp32 else in_any
         return float(given)
 
     def resumed(self, kept: Any, now: Sequence[Mapping[str, Any]] | None) -> None:
@@ -234,15 +236,16 @@ def _value(gate: Limit, metrics: Mapping[str, float]) -> float | None:
 
 def lost(metrics: Mapping[str, float]) -> dict[str, float]:
     """Trained tokens of the batch that the loss has not seen, and how far the sums of their weights
-    and weighted advantages are from those of the batch, as a share of the weights. An update that
-    was skipped tells of none, and several have weights of their own.
+    and weighted advantages are from those of the batch, as a share of what is added up. An update
+    that was skipped tells of none, and several have weights of their own.
     """
     if "sample/trained_tokens" not in metrics or metrics.get("skipped_updates"):
         return {}
     found = {"drift/lost_tokens": metrics["sample/trained_tokens"] - metrics["num_tokens"]}
     if "sample/weight" in metrics and "loss/weight" in metrics and "updates" not in metrics:
-        gaps = (metrics[f"sample/{name}"] - metrics[f"loss/{name}"] for name in SUMS)
-        found["drift/lost_weight"] = max(map(abs, gaps)) / metrics["sample/weight"]
+        weights, pushes = (abs(metrics[f"sample/{one}"] - metrics[f"loss/{one}"]) for one in SUMS)
+        size = max(metrics["sample/weight"], metrics["sample/advantage_size"])
+        found["drift/lost_weight"] = max(weights / metrics["sample/weight"], pushes / size)
     return found
 
 

@@ -47,8 +47,8 @@ WRONG = [
     ("tokens", {"drift/lost_tokens": -3.0}),
     ("rewards", {"drift/failed_trained": 1.0}),
     ("weights", {"drift/lost_weight": 0.01}),
-    ("gradient", {"drift/gradient": 0.5}),
-    ("gradient", {"drift/gradient": 0.1, "drift/gradient_first": 0.5}),
+    ("gradient", {"drift/gradient": 0.6}),
+    ("gradient", {"drift/gradient": 0.1, "drift/gradient_first": 0.6}),
     ("advantages", {"drift/misjudged": 1.0}),
     ("bits", {"logprob_diff/max": 1e-7}),
     ("bits", {"logprob_diff/max": 0.3, "logprob_diff/max_first": 1e-7}),
@@ -98,6 +98,9 @@ def test_where_both_compute_in_fp32_the_limit_is_nearer() -> None:
     seen = HEALTHY | {"drift/token_mult_prob_error": 1.01}
     assert Gates().after(1, seen)["drift/alarms"] == 0
     assert Gates(is_fp32=True).after(1, seen)["drift/alarms"] == 1
+    pulled = HEALTHY | {"drift/gradient": 0.3}
+    assert Gates(is_plain=True).after(1, pulled)["drift/alarms"] == 0
+    assert Gates(is_plain=True, is_fp32=True).after(1, pulled)["drift/alarms"] == 1
     own = DriftConfig(token_mult_prob_error=1.1)
     assert Gates(own, is_fp32=True).after(1, seen)["drift/alarms"] == 0
 
@@ -207,8 +210,13 @@ def test_tokens_are_counted_where_all_updates_were_made() -> None:
 
 
 def test_weights_are_compared_as_a_share_of_the_batch() -> None:
-    given = {"sample/weight": 2.0, "loss/weight": 1.5, "sample/advantage": 0.3}
-    given |= {"loss/advantage": -0.7, "sample/trained_tokens": 4.0, "num_tokens": 4.0}
+    given = {"sample/weight": 2.0, "loss/weight": 1.9, "sample/advantage": 0.3}
+    given |= {
+        "loss/advantage": -1.7,
+        "sample/advantage_size": 4.0,
+        "sample/trained_tokens": 4.0,
+        "num_tokens": 4.0,
+    }
     assert lost(given)["drift/lost_weight"] == pytest.approx(0.5)
     assert lost(given | {"loss/weight": 2.0, "loss/advantage": 0.3})["drift/lost_weight"] == 0
     assert "drift/lost_weight" not in lost(given | {"updates": 2.0}), "each has its own"
@@ -233,10 +241,11 @@ def test_the_sums_of_a_batch_are_those_of_its_rows(mode: str) -> None:
 
 def test_a_better_answer_never_has_the_lower_advantage() -> None:
     step = judged([0.1 * (number * 7 % 11) for number in range(16)])
-    assert credit.misjudged(step, "grpo") == {"drift/misjudged": 0.0}
+    assert credit.misjudged(step, "grpo", {}) == {"drift/misjudged": 0.0}
     turned = replace(step, advantages=step.advantages[::-1])
-    assert credit.misjudged(turned, "grpo")["drift/misjudged"] > 10
-    assert credit.misjudged(turned, "gigpo") == {}, "which looks at more than rewards"
+    assert credit.misjudged(turned, "grpo", {})["drift/misjudged"] > 10
+    assert credit.misjudged(turned, "gigpo", {}) == {}, "which looks at more than rewards"
+    assert credit.misjudged(turned, "grpo", {"rank_penalty": 0.1}) == {}
 
 
 class Alone:

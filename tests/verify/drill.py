@@ -15,7 +15,7 @@ from pathlib import Path
 from bench import report
 from rft.monitor.run_record import RunRecord
 from rft.tools.curves import GRID, INK, MUTED
-from rft.trainer.gates import ERROR, FP32_ERROR, GATES, GRADIENT
+from rft.trainer.gates import ERROR, GATES, GRADIENT, UNGIVEN
 from tests.dist.ranks import Ranks
 
 Shares = dict[str, list[float]]
@@ -31,8 +31,9 @@ def limits() -> dict[str, float]:
     from rft.config import DriftConfig
 
     given = DriftConfig()
-    found = {gate.metric: float(getattr(given, gate.limit, 0) or gate.most) for gate in GATES}
-    return {metric: found[metric] for metric in ROWS} | {ERROR: FP32_ERROR}
+    found = {gate.metric: float(getattr(given, gate.limit, None) or gate.most) for gate in GATES}
+    in_fp32 = {metric: one for metric, (one, _) in UNGIVEN.items()}
+    return {metric: found[metric] for metric in ROWS} | in_fp32
 
 
 def shares(root: Path) -> Shares:

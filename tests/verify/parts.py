@@ -94,7 +94,6 @@ PARTS = {
     ),
     "mutants": full("mutants"),
     "drill": full("silent_faults"),
-    "history": Part([["-m", "bench.history"]]),
     "install": tests("verify/test_installed.py", "verify/test_init_runs.py", more=PACKAGE),
     "release": tests("verify/test_release.py", more=(*PACKAGE, "README.md")),
     "cluster": full("slurm", "ray_launch", "torchrun_nodes", "kubernetes"),
@@ -102,6 +101,7 @@ PARTS = {
     "bench-trainer": benches("packing", "logprobs", "train_step", "plan"),
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-versions": Part([["-m", "bench.versions"], ["-m", "bench.save_plan"]]),
+    "bench-recovery": benches("recovery", "every_step"),
     "bench-loop": benches("weight_sync", "observe", "rollout"),
     **{
         f"bench-loop-{name}": Part([["-m", "bench.loop", "--quick", "--sizes", size]])
