@@ -54,6 +54,7 @@ from rft.checkpoint.records import (
     SaveFailed,
     Window,
 )
+from rft.checkpoint.replicas import Replicas
 from rft.checkpoint.storage import VERSIONS, Sink, Storage, open_storage
 from rft.checkpoint.wire import Wire
 from rft.checkpoint.writer import ChunkHasher, Gate, Pacer, Stream, Writer, receipt_of
@@ -90,6 +91,9 @@ class Agent:
         self._kept: VersionKeeper | None = None  # from the first version on
         self._states: dict[str, tuple[Receipt, int]] = {}  # kept, by save: what, in which slot
         self._released: set[str] = set()  # saves that were, before they could be kept
+        self._replicas = (
+            Replicas(settings, wire.send, self._let_go) if settings.replicas is not None else None
+        )
         self._is_closed = False
         self._exports: dict[str, threading.Thread] = {}  # by name of the checkpoint that is read
         self._exported: set[str] = set()
@@ -101,18 +105,21 @@ class Agent:
         watcher.start()
         for loop in (self._read, self._beat):
             threading.Thread(target=loop, daemon=True).start()
+        if self._replicas is not None:
+            self._replicas.start()
         self.wire.send(Ready(pid=os.getpid()))
         while isinstance(message := self.inbox.get(), Begin | Window | Drop):
             self._handle(message)
             self._now("waiting", True)
         for writer in self._writers.values():  # begun and never staged as a whole
-            self._give_up(writer, f"rank {self.settings.rank} ended before this save was staged")
+            self._drop(writer, f"rank {self.settings.rank} ended before this save was staged")
         self.to_watch.put(None)
         watcher.join()
-        if self._states and not self._is_closed:
+        has_any = self._states or (self._replicas is not None and self._replicas.others())
+        if has_any and not self._is_closed:
             self._now("keeping a state in memory", True)
             self.orphaned_at = None  # from here on it has a deadline of its own
-            memory.Resting(self.settings, list(self._states.values())).serve()
+            memory.Resting(self.settings, list(self._states.values()), self._replicas).serve()
 
     def _read(self) -> None:
         while (message := self.wire.receive()) is not None and not isinstance(message, Close):
@@ -171,6 +178,13 @@ class Agent:
             self.wire.send(Freed(id=identity, slot=window.slot))
 
     def _release(self, identity: str) -> None:
+        """The trainer is done with this state."""
+        if self._replicas is not None:
+            self._replicas.release(identity)
+        else:
+            self._let_go(identity)
+
+    def _let_go(self, identity: str) -> None:
         with self._lock:
             kept = self._states.pop(identity, None)
             if kept is None:
@@ -192,6 +206,8 @@ class Agent:
                 self._released.remove(writer.begin.id)
                 return False
             self._states[writer.begin.id] = receipt, window.slot
+            if self._replicas is not None:
+                self._replicas.keep(receipt, data)
             return True
 
     def _take(self, window: Window) -> bool:
@@ -211,7 +227,7 @@ class Agent:
             )
         elif isinstance(message, Drop):
             if writer is not None:
-                self._give_up(writer, message.why)
+                self._drop(writer, message.why)
         elif self._take(message):
             if writer is not None:
                 self._write(writer, message)
@@ -241,6 +257,12 @@ class Agent:
                 self.to_watch.put(self._writers.pop(message.id))
             elif not writer.outputs:  # no more of it will come
                 del self._writers[message.id]
+
+    def _drop(self, writer: Writer, cause: str) -> None:
+        """It was not staged as a whole."""
+        if self._replicas is not None and writer.begin.kept is not None:
+            self._replicas.lose(writer.begin.id)
+        self._give_up(writer, cause)
 
     def _give_up(self, writer: Writer, cause: str) -> None:
         """This rank's part will not come: tell the trainer, and

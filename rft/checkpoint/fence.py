@@ -56,6 +56,13 @@ def take_epoch(control: Path, above: int = 0) -> int:
             number += 1
 
 
+def note_epoch(control: Path, epoch: int) -> None:
+    """On a node that has a control directory of its own: the number that another one has taken."""
+    directory = control / "epochs"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / str(epoch)).touch()
+
+
 def lock_path(control: Path, epoch: int, rank: int) -> Path:
     return control / "agents" / f"e{epoch:04d}-r{rank:05d}"
 

@@ -15,24 +15,32 @@ import logging
 import os
 from pathlib import Path
 
-from rft.checkpoint import sharding
+from rft.checkpoint import fence, sharding
 from rft.checkpoint.link import Link
 from rft.checkpoint.memory import Inherited, Memory
-from rft.checkpoint.records import Begin, Kept, Region, SaveFailed, Window
+from rft.checkpoint.neighbours import Place, agree
+from rft.checkpoint.records import Begin, Kept, Region, Replication, SaveFailed, Window
 from rft.checkpoint.stager import RELEASE_S
 from rft.ground.protocols import Collective
 
 log = logging.getLogger(__name__)
 SLOTS = 2
+REST_S = 60.0  # for agents of this node to finish what they write
 
 
 class KeptStates:
-    """`is_on`: whether this run keeps any; it reads what is there in any case."""
+    """`is_on`: whether this run keeps any; it reads what is there in any case. `place`: they are
+    kept on two nodes, this rank's being there; then what was kept before stays until one is.
+    """
 
-    def __init__(self, control: Path, ranks: Collective, is_on: bool):
+    def __init__(self, control: Path, ranks: Collective, is_on: bool, place: Place | None = None):
         self.ranks, self.is_on = ranks, is_on
+        self._place, self.is_twice = place, place is not None
         self.remembered: int | None = None  # step of the last save or load
         self.skipped = 0  # states that were not kept: both slots were in use
+        self.replicated: int | None = (
+            None  # step of the newest that two nodes have, of this attempt
+        )
         self._memory = Memory(control)
         self._inherited: Inherited | None = None
         self._kept: list[tuple[str, int]] = []  # saves and their steps, oldest first
@@ -44,7 +52,9 @@ class KeptStates:
         return self._kept[-1][1] if self._kept else None
 
     def look(self) -> Memory:
-        """What agents of this host have kept of earlier attempts."""
+        """What agents of this host have kept of earlier attempts, once they write nothing more."""
+        if self.is_twice:  # rank 0 has waited for those that it sees: nodes may share no directory
+            fence.await_agents(self._memory.control, REST_S, log.warning)
         self._memory.look()
         return self._memory
 
@@ -58,14 +68,29 @@ class KeptStates:
         back.
         """
         found, self._inherited = self._inherited, None
-        if found is None:
-            return None
-        is_same = found.receipt.regions == regions and found.slot_bytes == slot_bytes
-        if is_same and self.is_on and len(found.slots) == SLOTS:
+        is_same = (
+            found is not None
+            and (found.receipt.regions, found.slot_bytes) == (regions, slot_bytes)
+            and self.is_on
+            and len(found.slots) == SLOTS
+        )
+        if self.is_twice:  # every rank goes on with it, or it stays with the agents before
+            said = self.ranks.gather(is_same)
+            is_same = self.ranks.broadcast(None if said is None else all(said))
+        if found is None or is_same:
             return found
         for descriptor in found.slots:
             os.close(descriptor)
         return None
+
+    def replication(self, epoch: int, total: int, wanted: int, free: int) -> Replication | None:
+        """What this rank's agent is told of the others', in bytes of its part, of what the rank
+        takes for itself, and of what its node has. Raises ReplicasRefused, on every rank.
+        """
+        if self._place is None:
+            return None
+        sizes = (total, wanted, free)
+        return agree(self.ranks, self._memory.control, epoch, self._place, sizes)
 
     def start(self, link: Link, inherited: Inherited | None) -> None:
         """Let this rank's agent keep what was taken over. The one before rests on, until this one
@@ -73,7 +98,8 @@ class KeptStates:
         """
         self._link = link
         if inherited is None:
-            self.end_resting()
+            if not self.is_twice:
+                self.end_resting()
             return
         receipt = inherited.receipt
         begin = Begin(
@@ -114,7 +140,8 @@ class KeptStates:
         """
         while len(self._kept) > 1:
             assert self._link is not None
-            self.end_resting()
+            if not self.is_twice or self.replicated is not None:
+                self.end_resting()
             self._link.release(self._kept.pop(0)[0])
 
     def patience_s(self, writing: set[str]) -> float:
@@ -135,7 +162,10 @@ class KeptStates:
     def metrics(self) -> dict[str, float]:
         if not self.is_on:
             return {}
-        return {
+        found = {
             "checkpoint/in_memory": -1 if self.newest is None else self.newest,
             "checkpoint/memory_skipped": self.skipped,
         }
+        if self.is_twice:
+            found["checkpoint/replicated"] = -1 if self.replicated is None else self.replicated
+        return found

@@ -206,6 +206,10 @@ class CheckpointConfig(Section):
         Literal["none", "needed", "all"],
         "which published versions are kept; needed: of which data may still be trained",
     ] = "none"
+    replicas: Annotated[
+        NonNegInt,
+        "of every state in memory, on the next node: 0 | 1; needs memory_interval and two nodes",
+    ] = 0
 
 
 @dataclass

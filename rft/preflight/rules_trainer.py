@@ -297,6 +297,18 @@ CHECKPOINT = (
         "trainer.checkpoint.when_busy=newest_wins: what is given up for a newer one would be gone "
         "from memory too; set when_busy=wait or skip",
     ),
+    Rule(
+        "trainer.checkpoint.replicas",
+        lambda c: c.trainer.checkpoint.replicas > 1,
+        "trainer.checkpoint.replicas={trainer.checkpoint.replicas}: the next node holds one; set 1 "
+        "or 0",
+    ),
+    Rule(
+        "trainer.checkpoint.replicas trainer.memory_interval",
+        lambda c: c.trainer.checkpoint.replicas and not c.trainer.memory_interval,
+        "trainer.checkpoint.replicas={trainer.checkpoint.replicas} are of states in memory, and "
+        "trainer.memory_interval=0 keeps none: set it to 1, or replicas to 0",
+    ),
     Rule("trainer.checkpoint.storage", _storage),
     Rule(
         "trainer.checkpoint.best_metric trainer.checkpoint.keep_best mode",

@@ -126,8 +126,11 @@ class MegatronBackend(TrainBackend):
     def build_checkpoints(
         self, mesh: TrainerMesh, models: "Models", epoch: int
     ) -> "CheckpointManager":
+        from rft.buffer.store import journal_of
         from rft.checkpoint import fence
         from rft.checkpoint.manager import CheckpointManager
+        from rft.checkpoint.neighbours import Place
+        from rft.sync.connection import own_address
 
         config, lora = self.config, models.policy.lora
         about = {
@@ -137,6 +140,13 @@ class MegatronBackend(TrainBackend):
         }
         if lora:
             about["adapter"] = lora.as_peft(str(config.model.model_path))
+        buffer = config.buffer.trainer_input.experience_buffer
+        first = os.environ.get("MASTER_ADDR", "127.0.0.1")  # of the ranks' store
+        is_queue = config.mode == "both" and buffer.storage_type == "queue"
+        place = Place(
+            address=own_address(f"{first}:0"),
+            journal=journal_of(buffer, self.job) if is_queue else "",
+        )
         return CheckpointManager(
             configs.checkpoint_root(config),
             mesh,
@@ -146,6 +156,7 @@ class MegatronBackend(TrainBackend):
             device=self.device,
             about=about,
             log_dir=logs.where(Path(os.environ["RFT_LOG_DIR"]), config.log),
+            place=place,
         )
 
     def build_publisher(

@@ -1,32 +1,37 @@
 """Ranks that save step 1 to disk and keep steps 2 and 3 in memory, then wait to be killed:
-python kept_trainer.py ROOT WORLD EPOCH.
+python kept_trainer.py ROOT WORLD EPOCH [apart]
+
+`apart`: each rank on a node of its own, with a control directory of its own, and each state on two.
 """
 
 import sys
 import threading
 from pathlib import Path
 
-from states import PATIENCE, Member, Ranks, save, trainer_config, whole
+from states import PATIENCE, Member, Ranks, apart, save, trainer_config, until, whole
 
 from rft.checkpoint.manager import CheckpointManager
 
 
-def train(root: Path, member: Member, epoch: int) -> None:
-    state, config = whole(), trainer_config(memory_interval=1)
-    manager = CheckpointManager(root, member, config, epoch=epoch, log_dir=root.parent)
+def train(root: Path, member: Member, epoch: int, is_apart: bool) -> None:
+    state, config = whole(), trainer_config(memory_interval=1, replicas=int(is_apart))
+    more = apart(root, member.rank) if is_apart else {}
+    manager = CheckpointManager(root, member, config, epoch=epoch, log_dir=root.parent, **more)
     manager.start(state)
     save(manager, 1, state.fill(1))
     for step in (2, 3):
         member.barrier("the next step")
         manager.save(step, state.fill(step), {"seen": step}, full=False, memory=True)
         manager.before_update()
+    if is_apart:
+        until(lambda: manager.metrics()["checkpoint/replicated"] == 3, "two nodes have it")
     member.barrier("all is staged")
 
 
 if __name__ == "__main__":
     root, ranks, epoch = Path(sys.argv[1]), Ranks(int(sys.argv[2])), int(sys.argv[3])
     threads = [
-        threading.Thread(target=train, args=(root, ranks.member(rank), epoch))
+        threading.Thread(target=train, args=(root, ranks.member(rank), epoch, len(sys.argv) > 4))
         for rank in range(ranks.world)
     ]
     for thread in threads:
