@@ -120,10 +120,10 @@ class Cluster:
         def serve() -> None:
             for end in (ours, *others):
                 end.close()
-            for number in self._listeners:  # as of a program that is started: its own alone
-                if number != told.replicas.listener:  # type: ignore[union-attr]
-                    with contextlib.suppress(OSError):
-                        os.close(number)
+            slots = [slot for one in self.ranks for slot in one.settings.slots]
+            for number in {*self._listeners, *slots} - set(told.inherited):
+                with contextlib.suppress(OSError):  # as a program that is started has its own alone
+                    os.close(number)
             lock = fence.lock_path(Path(told.control), told.epoch, told.rank)
             held = durable.lock(lock, wait_s=PATIENCE_S) if lock.exists() else fence.hold(lock)
             assert held is not None

@@ -19,6 +19,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,6 +200,7 @@ class Replicas:
         self._own: dict[str, OwnPart] = {}
         self._released: dict[str, float] = {}  # own states that the trainer is done with; since
         self._given: set[str] = set()  # given up for the next one, and not yet released
+        self._lost: deque[str] = deque(maxlen=4)  # that will never be whole, by this rank's word
         self._there: set[str] = set()  # own states that the peer has
         self._whole: list[Whole] = []  # the newest last
         self._replicas: dict[tuple[int, str], Replica] = {}
@@ -233,11 +235,13 @@ class Replicas:
 
     def lose(self, identity: str) -> None:
         """This rank's part of it will not come."""
+        self._lost.append(identity)
         self._say(Gone(identity))
 
     def _let_go(self) -> None:
         with self._changed:
-            goes = [one for one in self._released if self._may_go(one)] or self._stuck()
+            goes = [one for one in self._released if self._may_go(one)]
+            goes = goes or self._useless() or self._stuck()
             for identity in goes:
                 self._own.pop(identity, None)
                 self._there.discard(identity)
@@ -251,6 +255,10 @@ class Replicas:
         if part is None or identity in self._roll.gone:
             return True
         return newest is not None and newest.id != identity and part.receipt.step <= newest.step
+
+    def _useless(self) -> list[str]:
+        """For a slot that is wanted: states that will never be whole."""
+        return [name for name in self._own if self._released and name in self._roll.gone]
 
     def _stuck(self) -> list[str]:
         """What is given up for a slot that is wanted, where a peer does not get on."""
@@ -267,7 +275,7 @@ class Replicas:
             return []
         goes = open_ones[max(open_ones) if whole in self._own else min(open_ones)]
         log.error("the state of save %s is not in the memory of two nodes, and is given up", goes)
-        NamedThread(target=self._say, args=(Gone(goes),), name="replica-lost", daemon=True).start()
+        NamedThread(target=self.lose, args=(goes,), name="replica-lost", daemon=True).start()
         return [goes]
 
     def _unsent(self) -> list[OwnPart]:
@@ -395,6 +403,8 @@ class Replicas:
                 self._lines[0] = line
                 with self._changed:
                     parts = [self._own[name].receipt for name in self._there if name in self._own]
+                for identity in list(self._lost):
+                    self._say(Gone(identity))
                 for receipt in parts:
                     self._acknowledged(receipt)
                 while line.wait():
