@@ -85,12 +85,14 @@ class KeptStates:
 
     def replication(self, epoch: int, total: int, wanted: int, free: int) -> Replication | None:
         """What this rank's agent is told of the others', in bytes of its part, of what the rank
-        takes for itself, and of what its node has. Raises ReplicasRefused, on every rank.
+        takes for itself, and of what its node has. Raises ConfigError, on every rank.
         """
         if self._place is None:
             return None
         sizes = (total, wanted, free)
-        return agree(self.ranks, self._memory.control, epoch, self._place, sizes)
+        found = agree(self.ranks, self._memory.control, epoch, self._place, sizes)
+        self.is_twice = found is not None
+        return found
 
     def start(self, link: Link, inherited: Inherited | None) -> None:
         """Let this rank's agent keep what was taken over. The one before rests on, until this one

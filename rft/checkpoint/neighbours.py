@@ -2,12 +2,14 @@
 whose, and that the memory of every node is enough.
 
 In: of each rank its node, an address that other nodes reach, the bytes of its part. Out: what its
-agent is told (`Replication`), the same run on all of them; `ReplicasRefused` on every rank, all
-problems at once. Collective: every rank calls `agree` at the same point.
+agent is told (`Replication`), the same run on all of them; ConfigError on every rank, all problems
+at once. A run that has had replicas goes on without them where a node is lost. Collective: every
+rank calls `agree` at the same point.
 """
 
 import contextlib
 import ipaddress
+import logging
 import socket
 from collections import Counter
 from dataclasses import dataclass, field
@@ -20,13 +22,11 @@ from rft.checkpoint import fence
 from rft.checkpoint.peers import Remembered, Run, remember, remembered
 from rft.checkpoint.records import Replication
 from rft.checkpoint.replicas import BUFFERS, held_by, peer_of
+from rft.ground.errors import ConfigError, Late
 from rft.ground.protocols import Collective
 
+log = logging.getLogger(__name__)
 KEY = "trainer.checkpoint.replicas"
-
-
-class ReplicasRefused(ValueError):
-    """No replica can be kept here."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,10 @@ class Seat(msgspec.Struct, frozen=True):
 
 def agree(
     ranks: Collective, control: Path, epoch: int, place: Place, sizes: tuple[int, int, int]
-) -> Replication:
-    """`sizes`: bytes of this rank's part, those that it takes for itself, and what is free."""
+) -> Replication | None:
+    """`sizes`: bytes of this rank's part, those that it takes for itself, and what is free. None:
+    of a run that goes on, without what it needs for replicas.
+    """
     before = remembered(control)
     listener = socket.create_server((place.address, 0), backlog=128)
     seat = Seat(
@@ -75,7 +77,11 @@ def agree(
     why, name, secret, nodes, at = ranks.broadcast(found)
     if why:
         listener.close()
-        raise ReplicasRefused(why)
+        if not name:
+            raise ConfigError(Late(why))
+        if ranks.rank == 0:
+            log.error("states are on one node alone from now on: %s", why)
+        return None
     at = [(str(host), int(port)) for host, port in at]
     sees = ranks.gather(mark.exists())
     if nodes.index(place.node) == ranks.rank:  # the first of its node
@@ -98,11 +104,14 @@ def agree(
 
 
 def _agreed(seats: list[Seat]) -> list[Any]:
-    """[what is wrong, run, secret, nodes, addresses], as rank 0 has it."""
+    """[what is wrong, run, secret, nodes, addresses], as rank 0 has it; no run: it is a new one,
+    with which something is wrong.
+    """
     known = max((one for one in seats if one.run), key=lambda one: one.epoch, default=None)
-    run = known.run if known and known.run else Run.new()
+    why = refusals(seats)
+    run = known.run if known and known.run else Run("", "") if why else Run.new()
     at = [one.at for one in seats]
-    return [refusals(seats), run.name, run.secret, [one.node for one in seats], at]
+    return [why, run.name, run.secret, [one.node for one in seats], at]
 
 
 def refusals(seats: list[Seat]) -> str:

@@ -25,6 +25,7 @@ from rft.checkpoint.neighbours import Seat, refusals
 from rft.checkpoint.parts import choose
 from rft.checkpoint.peers import Line, Offer, PeerRefused, Run, Whole, dial, greet
 from rft.checkpoint.replicas import Gone, Roll, There, held_by, peer_of
+from rft.ground.errors import ConfigError
 from rft.ground.process import adopt_orphans
 
 TRAINER = Path(__file__).with_name("kept_trainer.py")
@@ -192,6 +193,13 @@ def test_the_journal_travels_piece_by_piece_and_takes_its_place(tmp_path: Path) 
         one.close()
 
 
+def test_a_new_run_without_a_second_node_is_refused(memory_path: Path) -> None:
+    config = trainer_config(memory_interval=1, replicas=1)
+    manager = CheckpointManager(memory_path / "c", Ranks(1).member(0), config)
+    with pytest.raises(ConfigError, match="replicas=1 needs two nodes, and all 1 rank"):
+        manager.start(whole())
+
+
 @pytest.fixture
 def root(memory_path: Path) -> Iterator[Path]:
     adopt_orphans()
@@ -212,7 +220,7 @@ def test_a_run_goes_on_in_another_layout_on_the_node_that_is_left(root: Path) ->
     shutil.rmtree(lost)
     for path in root.glob("step_*/*.bin"):
         path.write_bytes(b"")  # whoever reads the disk finds damage
-    config, state = trainer_config(memory_interval=1), whole()
+    config, state = trainer_config(memory_interval=1, replicas=1), whole()
     where = apart(root, 1)
     manager = CheckpointManager(root, Ranks(1).member(0), config, epoch=2, **where)
     loop: Any = manager.load(state)
