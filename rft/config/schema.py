@@ -165,6 +165,17 @@ class MegatronConfig(Section):
 
 
 @dataclass
+class LayoutConfig(Section):
+    """Sizes that are left out are those of `trainer.megatron`."""
+
+    num_ranks: Annotated[PosInt, "so many are started, on the nodes that are there"] = 1
+    tensor_model_parallel_size: Annotated[PosInt | None, "as in trainer.megatron"] = None
+    pipeline_model_parallel_size: Annotated[PosInt | None, "as in trainer.megatron"] = None
+    context_parallel_size: Annotated[PosInt | None, "as in trainer.megatron"] = None
+    expert_model_parallel_size: Annotated[PosInt | None, "as in trainer.megatron"] = None
+
+
+@dataclass
 class CheckpointConfig(Section):
     storage: Annotated[
         Str | None, "URL that fsspec knows, like s3://bucket/prefix; default: <job>/checkpoints"
@@ -245,6 +256,11 @@ class TrainerConfig(Section):
         PosInt | None, "default: the fewest that the sizes of trainer.megatron need"
     ] = None
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    layouts: Annotated[
+        list[LayoutConfig],
+        "under torchrun and srun: the first with as many ranks as were started, so that a run goes "
+        "on when nodes are lost",
+    ] = field(default_factory=list)
     dtype: Annotated[
         Literal["fp32", "bf16"] | None,
         "of the weights in training; bf16 keeps fp32 masters; default: bf16 on a GPU, fp32 on a "

@@ -32,6 +32,7 @@ IDLE = {  # keys of a model on one's own machines, and why they mean nothing to 
     "trainer.trainer_config": THERE,
     "trainer.checkpoint": THERE,
     "trainer.memory_interval": THERE,
+    "trainer.layouts": THERE,
     "trainer.save_strategy": THERE,
     "trainer.profiler": THERE,
     "trainer.peak_tflops": THERE,
