@@ -81,18 +81,20 @@ def agree(
             raise ConfigError(Late(why))
         if ranks.rank == 0:
             log.error("states are on one node alone from now on: %s", why)
+            mark.unlink(missing_ok=True)
+        if nodes.index(place.node) == ranks.rank:
+            remember(control, Remembered(Run(name, secret), epoch, []))
         return None
     at = [(str(host), int(port)) for host, port in at]
     sees = ranks.gather(mark.exists())
+    sees = ranks.broadcast(sees)
     if nodes.index(place.node) == ranks.rank:  # the first of its node
         fence.note_epoch(control, epoch)
-        remember(control, Remembered(Run(name, secret), epoch, at))
-    journal = ""
-    if sees is not None:
-        mark.unlink(missing_ok=True)
-        holder = peer_of(0, nodes)
-        # where the holder sees this directory, the journal lies on no node's own disk
-        journal = "" if holder is None or sees[holder] else place.journal
+        remember(control, Remembered(Run(name, secret), epoch, at, all(sees)))
+    mark.unlink(missing_ok=True)
+    holder = peer_of(0, nodes)
+    # where the holder sees this directory, the journal lies on no node's own disk
+    journal = "" if holder is None or sees[holder] else place.journal
     return Replication(
         run=name,
         secret=secret,

@@ -246,11 +246,14 @@ def listen(end: socket.socket, run: Run, serve: Callable[[Line, Hello], None]) -
 
 
 class Remembered(msgspec.Struct, frozen=True):
-    """`at`: of every rank's agent, in the attempt `epoch`."""
+    """`at`: of every rank's agent, in the attempt `epoch`; `is_shared`: all nodes had one control
+    directory.
+    """
 
     run: Run
     epoch: int
     at: list[tuple[str, int]]
+    is_shared: bool = False
 
 
 def _record(control: Path) -> Path:

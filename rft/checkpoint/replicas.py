@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from rft.checkpoint import journal_copy
+from rft.checkpoint import fence, journal_copy
 from rft.checkpoint.peers import (
     Hello,
     Line,
@@ -111,6 +111,13 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
 
 class End(msgspec.Struct, frozen=True, tag=True):
     """Nobody needs what is here any more."""
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True):
+    """No older attempt than this one, of this caller, is to publish anything."""
+
+    epoch: int
+    token: str
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -493,9 +500,12 @@ class Replicas:
     def _answer_all(self, line: Line) -> None:
         """A rank that came back asks."""
         while line.wait():
-            asked: Any = line.receive(Look | Fetch | End)
+            asked: Any = line.receive(Look | Fetch | End | Grant)
             if isinstance(asked, Look):
                 line.send(self.held() if self.is_resting.is_set() else Held(is_resting=False))
+            elif isinstance(asked, Grant):
+                control = Path(self.settings.control)
+                line.send(Taken(fence.grant(control, asked.epoch, asked.token)))
             elif isinstance(asked, End):
                 line.send(Taken())
                 self.is_over.set()

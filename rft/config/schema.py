@@ -221,6 +221,11 @@ class CheckpointConfig(Section):
         NonNegInt,
         "of every state in memory, on the next node: 0 | 1; needs memory_interval and two nodes",
     ] = 0
+    take_over: Annotated[
+        Bool,
+        "with replicas: half of the nodes, or more, do not answer, and the operator has seen to it "
+        "that they are lost: go on without them",
+    ] = False
 
 
 @dataclass

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,24 @@ from states import PATIENCE, Ranks, State, apart, equal, trainer_config, until, 
 
 from bench.faults.nodes import Cluster
 from rft.buffer.journal import Journal, payloads
-from rft.checkpoint import fence, journal_copy
+from rft.checkpoint import fence, grants, journal_copy
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.neighbours import Seat, refusals
 from rft.checkpoint.parts import choose
-from rft.checkpoint.peers import Line, Offer, PeerRefused, Run, Whole, dial, greet
-from rft.checkpoint.replicas import Gone, Roll, There, held_by, peer_of
+from rft.checkpoint.peers import (
+    Line,
+    Offer,
+    PeerRefused,
+    Remembered,
+    Run,
+    Welcome,
+    Whole,
+    dial,
+    greet,
+    listen,
+    remember,
+)
+from rft.checkpoint.replicas import Gone, Grant, Roll, Taken, There, held_by, peer_of
 from rft.ground.errors import ConfigError
 from rft.ground.process import adopt_orphans
 
@@ -132,6 +145,44 @@ def test_bytes_that_have_changed_are_taken_from_another_node(
         assert "was changed" in caplog.text
     finally:
         cluster.close()
+
+
+def granting(run: Run, control: Path, ends: ExitStack) -> tuple[str, int]:
+    """Where somebody listens who grants attempts as an agent does."""
+    server = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def serve(line: Line, _: Any) -> None:
+        line.send(Welcome())
+        asked = line.receive(Grant)
+        line.send(Taken(fence.grant(control, asked.epoch, asked.token)))
+
+    listen(server, run, serve)
+    return server.getsockname()
+
+
+def test_an_attempt_goes_on_that_most_agents_have_granted(tmp_path: Path) -> None:
+    run, stranger = Run.new(), Run.new()
+    starts = [tmp_path / name for name in ("one", "other")]
+    with ExitStack() as ends:
+        agents = [granting(run, tmp_path / f"node{n}", ends) for n in range(2)]
+        silent = granting(stranger, tmp_path / "cut off", ends)
+        with socket.create_server(("127.0.0.1", 0)) as ended:
+            gone = ended.getsockname()
+        for control in starts:
+            remember(control, Remembered(run, 1, [*agents, silent]))
+            assert fence.take_epoch(control, above=1) == 2
+        grants.require(starts[0], 2, takes_over=False)
+        # the other start has the same number, and comes too late, whatever its operator says
+        with pytest.raises(ConfigError, match="attempt 2 of this run does not go on: .* another"):
+            grants.require(starts[1], 2, takes_over=True)
+        # the agents publish nothing of the attempt before
+        assert [fence.newest_epoch(tmp_path / f"node{n}") for n in range(2)] == [2, 2]
+        for at, is_enough in (([agents[0], silent], False), ([gone, gone, silent], True)):
+            remember(starts[0], Remembered(run, 2, at))
+            if not is_enough:
+                with pytest.raises(ConfigError, match="1 of 2 agents do not answer .*take_over"):
+                    grants.require(starts[0], fence.take_epoch(starts[0]), takes_over=False)
+            grants.require(starts[0], fence.take_epoch(starts[0]), takes_over=not is_enough)
 
 
 def copied(journal: Path, control: Path, position: int) -> int:
