@@ -130,7 +130,8 @@ def plan(config: Config) -> MemoryPlan:
         max(item, MASTER) + MOMENTS[config.algorithm.optimizer.optimizer_type]
     )  # copies are stored once
     stored += int(critic > 0) * stored
-    budget = config.trainer.checkpoint.host_memory_gb
+    checkpoint = config.trainer.checkpoint
+    budget, others = checkpoint.host_memory_gb, 2 * saved * checkpoint.replicas  # of other nodes
     rollout, synchronizer = config.explorer.rollout_model, config.synchronizer
     workers = rollout.tensor_parallel_size
     ends = transfer.of_config(config)
@@ -147,7 +148,7 @@ def plan(config: Config) -> MemoryPlan:
         logits=logits(dims, config, tokens),
         update=mine * item * (config.device == "cpu"),
         transfer=ends[0].bytes() if ends else 0,
-        staging=2 * saved if budget is None else min(int(budget * 1e9), 2 * saved),
+        staging=(2 * saved if budget is None else min(int(budget * 1e9), 2 * saved)) + others,
         checkpoint=stored,
         export=trained * item,
         engine_weights=total * ITEM_BYTES[DTYPES[str(rollout.dtype)]] // workers,
