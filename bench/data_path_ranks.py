@@ -24,12 +24,19 @@ import numpy as np
 
 ROWS, REPEATS, PROMPT_SHARE, VOCABULARY = 1024, 8, 4, 151_936
 TP, TIMEOUT_S = 2, 600.0
+AHEAD, TRAIN_S = 4, 3.0  # steps with the next one read ahead, the first of them without
+AT_ONCE = 16  # groups that are stored by one write to the disk
 IS_NEW = importlib.util.find_spec("rft.feed") is None
 
 
 def part(new: str, old: str) -> Any:
     """A module by its name here, or by the one that it had."""
     return importlib.import_module(new if IS_NEW else old)
+
+
+def held(values: Any) -> Any:
+    """As an experience holds them."""
+    return values if IS_NEW else values.tolist()
 
 
 def group(seed: int, tokens: int) -> bytes:
@@ -45,7 +52,7 @@ def group(seed: int, tokens: int) -> bytes:
             "logprobs": -draw.random(response, dtype=np.float32),
         }
         one = experience.Experience(
-            **{name: values.tolist() for name, values in columns.items()},
+            **{name: held(values) for name, values in columns.items()},
             prompt_length=prompt,
             reward=float(sample % 2),
             sample=sample,
@@ -70,9 +77,10 @@ async def fill(where: str, tokens: int, steps: int) -> None:
     made, groups = buffer(where), steps * ROWS // REPEATS
     await made.attach_trainer(0, 1)
     await made.attach_explorer("explorer")
-    for number in range(groups):
-        (admitted,) = await made.admit_some("explorer", [(b"task", {"next": number})])
-        await made.put(admitted, group(number, tokens))
+    for first in range(0, groups, AT_ONCE):
+        asked = [(b"task", {"next": first + number}) for number in range(AT_ONCE)]
+        admitted = await made.admit_some("explorer", asked)
+        await asyncio.gather(*(made.put(number, group(number, tokens)) for number in admitted))
     await made.shutdown()
 
 
@@ -92,10 +100,14 @@ def serve(where: str, pipe: Any) -> None:
             part("rft.ground.host_memory", "").keep_no_blocks()
         made = buffer(where)
         await made.attach_trainer(0, 2)
+        if IS_NEW:  # behind the last step is nothing to wait for
+            await made.input_done()
         pipe.send(resident())
-        while (step := await asyncio.to_thread(pipe.recv)) is not None:
-            pipe.send_bytes(await made.take(step))
-            await made.consumed(step)
+        while (asked := await asyncio.to_thread(pipe.recv)) is not None:
+            method, step, *more = asked
+            pipe.send_bytes(await getattr(made, method)(step, *more))
+            if method == "take":
+                await made.consumed(step)
         pipe.send(resident())
         await made.shutdown()
 
@@ -128,8 +140,11 @@ class Source:
     def take(self, step: int) -> Any:
         from rft.buffer.delivery import opened
 
-        self.pipe.send(step)
+        self.pipe.send(("take", step))
         return opened(self.pipe.recv_bytes())
+
+    def consumed(self, step: int) -> None:
+        """The buffer knows."""
 
     def end(self) -> int:
         """By how many bytes the buffer has grown."""
@@ -137,6 +152,32 @@ class Source:
         grown = int(self.pipe.recv()) - int(self.before)
         self.process.join()
         return grown
+
+
+class Shown(Source):
+    """The same one, which can be looked into."""
+
+    def __init__(self, other: Source) -> None:
+        self.pipe, self.process, self.before = other.pipe, other.process, other.before
+        self.seen: dict[Any, Any] = {}
+
+    def begin_look(self, step: int) -> None:
+        self.pipe.send(("look", step))
+
+    def look(self) -> Any:
+        from rft.buffer.delivery import opened
+
+        return opened(self.pipe.recv_bytes(), self.seen)
+
+    def look_away(self) -> None:
+        """All is there."""
+
+    def take(self, step: int) -> Any:
+        from rft.buffer.delivery import opened
+
+        seen, self.seen = self.seen, {}
+        self.pipe.send(("take", step, "trainer", None, list(seen)))
+        return opened(self.pipe.recv_bytes(), seen)
 
 
 def feed(source: Source | None, mesh: Any, tokens: int) -> Any:
@@ -162,12 +203,18 @@ def main() -> None:
 
     device = part("rft.ground.device", "rft.device").choose("cpu")
     device.activate()
-    source = Source(where, tokens, steps) if os.environ["RANK"] == "0" else None
+    ahead = AHEAD if IS_NEW else 0
+    source = Source(where, tokens, steps + ahead) if os.environ["RANK"] == "0" else None
     mesh = Mesh(MegatronConfig(TP), device, TIMEOUT_S)
     fed, seconds, before = feed(source, mesh, tokens), [], resident()
     grown = 0
-    for step in range(steps):
-        if source is not None:
+    for step in range(steps + ahead):
+        if step == steps and source is not None:
+            source = Shown(source)
+            fed = feed(source, mesh, tokens)
+        if step > steps:
+            time.sleep(TRAIN_S)  # as if they trained
+        elif source is not None:
             forget_pages(where)
         mesh.barrier("begin")
         began = time.perf_counter()
@@ -177,10 +224,13 @@ def main() -> None:
                 torch.from_numpy(np.ascontiguousarray(getattr(packed, name)))
         mesh.barrier("end")
         seconds.append(time.perf_counter() - began)
-        grown = resident() - before
-        del found
+        grown = resident() - before if step < steps else grown
+        fed.consumed(step)
+        del found, packed
     if source is not None:
-        told = {"seconds": seconds, "rank": grown, "buffer": source.end()}
+        fed.close() if ahead else None
+        told = {"seconds": seconds[:steps], "ahead": seconds[steps + 1 :]}
+        told |= {"rank": grown, "buffer": source.end()}
         print(json.dumps({**told, "rft": importlib.import_module("rft").__file__}))
     mesh.close()
 

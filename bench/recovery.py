@@ -9,8 +9,8 @@ comes when a step after the last was told. Out: a table of what the run itself h
 last line of JSON. Bars:
 
     detect     at most 1 s from the death to the launcher's knowing it
-    begin      at most 3 s from the death to the begin of the first step, less `spawn` (process
-               start) and `groups` (imports and process groups)
+    begin      at most 3 s from the death to the begin of the first step, less `imports` and `spawn`
+               (process start)
     read       at least 0.6 of the rate at which one thread copies the same bytes into memory that
                was just allocated, measured in this process when the run is over
     again      at most 1 step made again, by every kill
@@ -20,6 +20,7 @@ not claimed (`meets` is false).
 """
 
 import argparse
+import contextlib
 import os
 import random
 import re
@@ -44,8 +45,10 @@ SHAPES = {"hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "head_dim": 64
 VOCABULARY = 49152
 RANKS, CLAIMED = 2, 50
 DETECT_S, BEGIN_S, READ, AGAIN = 1.0, 3.0, 0.6, 1
+LOOK_S = 0.1
 BACK_S = 300.0  # for a step to be told again
 STEP = re.compile(r"^\[ *(\d+)/\d+ .*loss")
+BACK = re.compile(r"^trainer: back from .*")
 KINDS = ("rank", "all ranks")
 
 
@@ -83,10 +86,11 @@ def killed(top: Path, kinds: list[str]) -> list[dict[str, Any]]:
                 for rank in ranks if kind == KINDS[1] else [chance.choice(ranks)]:
                     rank.kill()
                 begun = time.monotonic()
+                print(f"{kind} killed behind step {step}; {await_line(run, BACK)[0]}", flush=True)
                 step = await_step(run, 0)
-                lines = read_lines(top / "rft" / "run" / "metrics.jsonl")
-                row = [line for line in lines if "recovery/total_s" in line][-1]
-                found.append(row | {"kind": kind, "told_s": time.monotonic() - begun})
+                told_s = time.monotonic() - begun
+                row = row_of(top / "rft" / "run" / "metrics.jsonl", step)
+                found.append(row | {"kind": kind, "told_s": told_s})
         finally:
             end_family(run)
             end_descendants(5.0)
@@ -115,30 +119,51 @@ def arguments(top: Path) -> list[str]:
 
 def await_step(run: "subprocess.Popen[str]", least: int) -> int:
     """The number of the first step told from now on that is at least that."""
+    while (step := int(await_line(run, STEP)[1])) < least:
+        pass
+    return step
+
+
+def await_line(run: "subprocess.Popen[str]", form: re.Pattern[str]) -> re.Match[str]:
+    """The first line from now on that is of that form."""
     assert run.stdout is not None
     end, lines = time.monotonic() + BACK_S, []
     for line in run.stdout:
         lines.append(line)
-        found = STEP.match(line)
-        if found and int(found[1]) >= least:
-            return int(found[1])
+        if found := form.match(line):
+            return found
         if time.monotonic() > end:
             break
-    raise SystemExit(f"no step was told:\n{''.join(lines[-40:])}")
+    raise SystemExit(f"no line like {form.pattern!r} came:\n{''.join(lines[-40:])}")
+
+
+def row_of(path: Path, step: int) -> dict[str, Any]:
+    """Of that step, which was told: it is written behind its line."""
+    end = time.monotonic() + BACK_S
+    while time.monotonic() < end:
+        if found := [row for row in read_lines(path) if row["step"] == step]:
+            return found[-1]
+        time.sleep(LOOK_S)
+    raise SystemExit(f"{path} has no row of step {step}")
 
 
 def ranks_of(supervisor: int) -> list[psutil.Process]:
-    found = psutil.Process(supervisor).children(recursive=True)
-    return [one for one in found if "rft.run.rank" in one.cmdline()]
+    """Those that live: one that has just died is its launcher's to wait for."""
+    found = []
+    for one in psutil.Process(supervisor).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "rft.run.rank" in one.cmdline():
+                found.append(one)
+    return found
 
 
 def told_of(row: dict[str, Any]) -> dict[str, float]:
     """A recovery in the bars' terms."""
-    seconds = {name: row[f"recovery/{name}_s"] for name in ("detect", "spawn", "groups", "total")}
+    parts = ("detect", "spawn", "imports", "groups", "build", "load", "total")
+    seconds = {name: row[f"recovery/{name}_s"] for name in parts}
     return {
-        "detect": seconds["detect"],
-        "spawn + groups": seconds["spawn"] + seconds["groups"],
-        "begin": seconds["total"] - seconds["spawn"] - seconds["groups"],
+        **seconds,
+        "begin": seconds["total"] - seconds["spawn"] - seconds["imports"],
         "read": row["recovery/read_s"],
         "GB/s": row["recovery/read_gb"] / max(row["recovery/read_s"], 1e-9),
         "first step told": row["told_s"],

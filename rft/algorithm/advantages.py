@@ -37,7 +37,7 @@ class Columns:
             groups=_peers(experiences),
             samples=np.array([e.sample for e in experiences], dtype=np.int64),
             turns=np.array([e.turn for e in experiences], dtype=np.int64),
-            logprobs=np.array([_mean_logprob(e) for e in experiences], dtype=np.float64),
+            logprobs=np.array([mean_logprob(e) for e in experiences], dtype=np.float64),
             infos=[e.info for e in experiences],
             seed=seed,
         )
@@ -88,10 +88,12 @@ def total_reward(experience: Experience) -> float:
     return float(np.sum(given)) if len(given) else experience.reward
 
 
-def _mean_logprob(experience: Experience) -> float:
+def mean_logprob(experience: Experience) -> float:
     if not len(experience.logprobs):
         return 0.0
-    chosen = np.asarray(experience.logprobs)[np.asarray(experience.action_mask) != 0]
+    chosen, mask = np.asarray(experience.logprobs), np.asarray(experience.action_mask)
+    if np.count_nonzero(mask) < len(mask):
+        chosen = chosen[mask != 0]
     return float(chosen.mean(dtype=np.float64)) if len(chosen) else 0.0
 
 

@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from rft.algorithm.advantages import ADVANTAGES, Columns, Credit, total_reward
+from rft.algorithm.advantages import ADVANTAGES, Columns, Credit, mean_logprob, total_reward
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
 from rft.data.packing import Row, token_weights
-from rft.ground.experience import Experience
+from rft.data.runs import Runs
+from rft.ground.experience import PEERS, Experience
 
 BY_CHANCE = 1e6  # steps in which equal answers are too many once
+ROUNDING = 1e-9  # of advantages
+BY_REWARD = ("grpo", "rloo", "reinforce", "opmd")  # the more reward, the more advantage in a group
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def judge(
     no token to train on are compared with the others of their group, and then left out.
     """
     compared = [experience for experience in experiences if not is_baseline(experience)]
-    is_taught = np.array([np.any(experience.action_mask) for experience in compared], dtype=bool)
+    is_taught = np.array([trained_tokens(one) > 0 for one in compared], dtype=bool)
     later = TOKEN_ADVANTAGES.get(str(advantage_fn))
     per_token = penalised or (later is not None and later.over is None)
     found = Credit(np.zeros(len(compared)))
@@ -75,7 +78,7 @@ def rows(judged: CreditedStep, mode: str, longest: int = 1) -> list[Row]:
     Where advantages are made of every token, the rewards travel as the score `reward`, and a
     group's baseline as `baseline`.
     """
-    weights = token_weights([int(np.sum(e.action_mask)) for e in judged.experiences], mode, longest)
+    weights = token_weights([trained_tokens(e) for e in judged.experiences], mode, longest)
     given = zip(judged.experiences, judged.advantages, weights, strict=True)
     made = [_row(experience, advantage, weight) for experience, advantage, weight in given]
     if not judged.per_token:
@@ -84,6 +87,43 @@ def rows(judged: CreditedStep, mode: str, longest: int = 1) -> list[Row]:
         replace(row, scores=_scores(row, e, judged.baselines))
         for row, e in zip(made, judged.experiences, strict=True)
     ]
+
+
+def sums(judged: CreditedStep, mode: str, longest: int = 1) -> dict[str, float]:
+    """What the weights of all trained tokens of the step add up to by the definition of `mode`, and
+    what weighted advantages do, each times the log-probability that the engine gave the token (or
+    those of groups would add up to 0): the loss must find the same.
+    """
+    lengths = [int(np.sum(e.action_mask)) for e in judged.experiences]
+    sequences, tokens = max(1, sum(n > 0 for n in lengths)), sum(lengths)
+    whole = {"seq-mean-token-sum": 1.0, "seq-mean-token-sum-norm": 1.0 / longest}
+    weight = whole[mode] * tokens / sequences if mode in whole else 1.0
+    said = [mean_logprob(e) * n for e, n in zip(judged.experiences, lengths, strict=True)]
+    of_rows = np.multiply(token_weights(lengths, mode, longest), said)
+    pushed = of_rows * judged.advantages
+    return {
+        "sample/weight": weight,
+        "sample/advantage": float(pushed.sum()),
+        "sample/advantage_size": float(np.abs(pushed).sum()),
+    }
+
+
+def misjudged(
+    judged: CreditedStep, advantage_fn: str, arguments: dict[str, Any]
+) -> dict[str, float]:
+    """Pairs of single responses of a group in which the lower reward has the higher advantage;
+    nothing where advantages do not follow from rewards alone.
+    """
+    singles = not any(e.turn or PEERS in e.info for e in judged.experiences)
+    if advantage_fn not in BY_REWARD or arguments.get("rank_penalty") or not singles:
+        return {}
+    rewards, groups = map(np.array, ([total_reward(e) for e in judged.experiences], judged.groups))
+    found = 0
+    for group in np.unique(groups):
+        reward, advantage = rewards[groups == group], judged.advantages[groups == group]
+        lower = np.subtract.outer(reward, reward) < 0
+        found += int((lower & (np.subtract.outer(advantage, advantage) > ROUNDING)).sum())
+    return {"drift/misjudged": float(found)}
 
 
 def scored(experiences: list[Experience]) -> list[Experience]:
@@ -97,6 +137,20 @@ def scored(experiences: list[Experience]) -> list[Experience]:
         if experience.failed and is_baseline(experience)
     }
     return [one for one in experiences if not one.failed and one.group not in lost]
+
+
+def trained_tokens(experience: Experience) -> int:
+    return int(np.count_nonzero(experience.action_mask))
+
+
+def left_out(before: list[Experience], after: list[Experience]) -> int:
+    """Whose reward did not fail, and who are not there any more; where greedy responses decide
+    about others, nobody.
+    """
+    if any(is_baseline(one) for one in before):
+        return 0
+    sound = [one for one in before if not one.failed]
+    return len(sound) - sum(not one.failed for one in after)
 
 
 def is_baseline(experience: Experience) -> bool:
@@ -147,16 +201,17 @@ def _token_rewards(row: Row, experience: Experience) -> np.ndarray:
 
 def _row(experience: Experience, advantage: float, weight: float) -> Row:
     length, prompt = len(experience.tokens), experience.prompt_length
-    trained = np.zeros(length, dtype=np.float32)
+    trained = np.zeros(length, dtype=bool)
     trained[prompt:] = experience.action_mask
+    ones = Runs.of(trained)
     behaviour = np.zeros(length, dtype=np.float32)
     behaviour[prompt:] = experience.logprobs if len(experience.logprobs) else 0.0
     return Row(
         tokens=np.asarray(experience.tokens, dtype=np.int32),
         trained=trained,
         behaviour=behaviour,
-        advantage=trained * np.float32(advantage),
-        weight=trained * np.float32(weight),
+        advantage=ones.times(advantage),
+        weight=ones.times(weight),
         temperature=experience.temperature,
         group=experience.group,
         routes=experience.routed_experts and experience.routed_experts.array(length),
@@ -238,7 +293,7 @@ def equal_answers(rollouts: list[Experience]) -> dict[str, float]:
 def _is_sample(one: Experience) -> bool:
     if one.turn or one.expert or len(one.logprobs) != one.response_length:
         return False
-    return bool(np.all(one.action_mask))
+    return trained_tokens(one) == len(one.action_mask)
 
 
 def token_staleness(rollouts: list[Experience], step: int) -> dict[str, float]:
@@ -248,7 +303,7 @@ def token_staleness(rollouts: list[Experience], step: int) -> dict[str, float]:
     ages, counts, trained = [], [], 0
     for experience in rollouts:
         mask = np.asarray(experience.action_mask)
-        trained += int(np.count_nonzero(mask))
+        trained += trained_tokens(experience)
         for span in experience.versions:
             ages.append(step - span.version)
             counts.append(int(np.count_nonzero(mask[span.start : span.end])))

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 ENTROPY = ("default", "mix", "none")
 MIXED_LOSSES = ("mix", "mix_chord")
 
+# of LOSSES those whose gradient is -advantage where the ratio is 1, with a margin around it
+PLAIN = ("ppo", "cispo", "dppo_tv", "dppo_kl", "sapo", "sppo", "topr", "importance_sampling")
+
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
     return (kind := _of_tokens(algorithm)) is not None and kind.needs_critic
@@ -84,6 +87,18 @@ def is_corrected(wanted: RolloutCorrectionConfig) -> bool:
         wanted.rollout_is != "none"
         or wanted.rollout_rs != "none"
         or wanted.rollout_token_veto_threshold is not None
+    )
+
+
+def is_plain(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss is that of a policy alone, and one that has REINFORCE's gradient as long as
+    the policy is the one that sampled.
+    """
+    return (
+        algorithm.policy_loss_fn in PLAIN
+        and algorithm.kl_loss_fn == "none"
+        and not is_corrected(algorithm.rollout_correction)
+        and not any(algorithm.entropy_loss_fn_args.values())
     )
 
 

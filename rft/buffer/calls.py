@@ -15,7 +15,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
+from rft.buffer.delivery import Delivery
 from rft.buffer.journal import JournalError
+from rft.ground.experience import encode
 
 GATHER_S = 0.02  # of about one step of an engine, which ends several groups
 AGAIN_S = 1.0  # until a buffer that is broken is asked again
@@ -62,6 +64,10 @@ class BatchedCalls:
     ) -> int | None:
         """`admit_some` of one: the number of its group. None: the run needs no more."""
         return next(iter(await self.admit_some(explorer, [(task, cursor)], [most])), None)
+
+    async def look(self, step: int) -> bytes:
+        """What `take(step)` would give, an encoded `Delivery`: here nothing can be told before."""
+        return encode(Delivery(step=step))
 
     async def put_some(
         self: BatchingBuffer, puts: list[tuple[int, bytes, list[Any] | None]]

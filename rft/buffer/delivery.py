@@ -13,17 +13,25 @@ import msgspec
 
 from rft.ground.experience import Batch, Experience, Record, VersionSpan, decode
 
+PartKey = tuple[int, int, int]
+
 
 class StoredGroup(Record, kw_only=True):
     """One group.
 
     `uses`: how often it is trained on with this batch, where groups may be trained on again.
+    Without experiences: whoever gets it has them.
     """
 
     group: int
     timeline: int
     experiences: memoryview  # an encoded list: bytes, or of what was received a part of its message
     uses: int = 0
+
+    @property
+    def key(self) -> PartKey:
+        """Parts of one key hold the same, every bit."""
+        return self.group, self.timeline, self.uses
 
 
 class Delivery(Record, kw_only=True):
@@ -71,16 +79,26 @@ def bad_reward(rows: list[Facts]) -> str:
     return "" if bad is None else f"its reward is {bad}, which is no number to learn from"
 
 
-def opened(data: bytes) -> Batch:
-    """The batch of an encoded `Delivery`."""
-    found = decode(data, Delivery)
-    experiences = []
+def opened(data: bytes, seen: dict[PartKey, list[Experience]] | None = None) -> Batch:
+    """The batch of an encoded `Delivery`. `seen`: experiences of parts that were delivered before,
+    which this one may leave out; those of this one are added.
+    """
+    found, seen = decode(data, Delivery), {} if seen is None else seen
     for part in found.parts:
-        for experience in decode(part.experiences, list[Experience]):
-            experience.group, experience.timeline = part.group, part.timeline
-            if part.uses:
-                experience.info["use_count"] = part.uses
-            experiences.append(experience)
+        if len(part.experiences):
+            seen[part.key] = _experiences(part)
     return Batch(
-        step=found.step, experiences=experiences, replayed=found.replayed, waited_s=found.waited_s
+        step=found.step,
+        experiences=[one for part in found.parts for one in seen[part.key]],
+        replayed=found.replayed,
+        waited_s=found.waited_s,
     )
+
+
+def _experiences(part: StoredGroup) -> list[Experience]:
+    made = decode(part.experiences, list[Experience])
+    for experience in made:
+        experience.group, experience.timeline = part.group, part.timeline
+        if part.uses:
+            experience.info["use_count"] = part.uses
+    return made

@@ -3,7 +3,7 @@ every step.
 
     explorer ── admit ─► slot, group number         trainer ── take(step) ─► batch       checkpoint
             ── position ─► number
-             ── put ───► durable, acknowledged              ── consumed(step)
+             ── answered, put ─► durable, acknowledged      ── consumed(step)
                      ── retain
              ── abandon                             sync    ── published(version) ─► frees slots
 
@@ -22,14 +22,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import takewhile
 from typing import Any
 
+from rft.buffer import delivery
 from rft.buffer import progress as records
 from rft.buffer.calls import BatchedCalls, BufferBroken, Waiters
-from rft.buffer.delivery import Delivery, StoredGroup, bad_reward, facts_of, oldest_version, trained
+from rft.buffer.delivery import Delivery, PartKey, StoredGroup
 from rft.buffer.experience_file import Copy, is_file
 from rft.buffer.journal import JournalError
 from rft.buffer.ledger import Ledger
@@ -41,15 +42,9 @@ from rft.ground.durable import FILES, Files
 from rft.ground.experience import encode
 
 COUNTERS = (
-    "experiences",
-    "duplicate_puts",
-    "late_abandons",
-    "short_groups",
-    "incomplete_batches",
-    "over_stale_groups",
-    "bad_rewards",
-    "cut_groups",
-)
+    "experiences", "duplicate_puts", "late_abandons", "short_groups", "incomplete_batches",
+    "over_stale_groups", "bad_rewards", "cut_groups",
+)  # fmt: skip
 SEGMENT_BYTES = 64 * 2**20  # of the journal
 
 logger = logging.getLogger(__name__)
@@ -123,13 +118,11 @@ class ExperienceBuffer(BatchedCalls):
             self._append(records.Attached(explorer=name))
         heard = self._progress.next_group - 1
         await self._settle()
-        groups = [(group.number, group.task) for group in self._progress.unfinished(name)]
-        cursor, told = self._progress.cursors.get(name), self._progress.told.get(name, [])
         return {
-            "cursor": cursor,
-            "reissue": groups,
+            "cursor": self._progress.cursors.get(name),
+            "reissue": [(one.number, one.task) for one in self._progress.unfinished(name)],
             "run_epoch": self._progress.run_epoch,
-            "told": told,
+            "told": self._progress.told.get(name, []),
             "heard": heard,
         }
 
@@ -195,9 +188,10 @@ class ExperienceBuffer(BatchedCalls):
         await self._settle()
         return numbers
 
-    async def readmit(self, explorer: str, group: int) -> None:
-        """Wait until an unfinished group from `attach_explorer` may start again."""
-
+    async def readmit(self, explorer: str, group: int) -> list[bytes]:
+        """Wait until an unfinished group from `attach_explorer` may start again; returns what was
+        `answered` to it.
+        """
         async with self._waits.changed:
             if not await self._waits.wait(
                 lambda: self._selection.may_restart(group, self._stood.published), self.timeout
@@ -205,13 +199,21 @@ class ExperienceBuffer(BatchedCalls):
                 raise TimeoutError(
                     f"group {group} could not start again in {self.timeout:g} s: {self._why()}"
                 )
-            if group not in {
-                unfinished.number for unfinished in self._progress.unfinished(explorer)
-            }:
+            if group not in [one.number for one in self._progress.unfinished(explorer)]:
                 raise ValueError(
                     f"group {group} is not an unfinished group of explorer {explorer!r}"
                 )
             self._append(records.Restarted(group=group, **self._now()))
+        await self._settle()
+        return await self._ledger.answers(group)
+
+    async def answered(self, answers: list[tuple[int, bytes, int | None]]) -> None:
+        """Keep what engines have answered to groups that are not finished, and only to these: the
+        group, an encoded list, the oldest version that sampled a token of it. Durable on return.
+        """
+        for group, encoded, version in answers:
+            if self._progress.is_open(group):
+                self._append(records.Answered(group=group, answers=encoded, version=version))
         await self._settle()
 
     async def put(self, group: int, experiences: bytes, told: list[Any] | None = None) -> None:
@@ -221,10 +223,10 @@ class ExperienceBuffer(BatchedCalls):
         `told`: what the task selector of its explorer learns of it; every later `attach_explorer`
         returns all of these.
         """
-        rows = facts_of(experiences)
+        rows = delivery.facts_of(experiences)
         if not rows:
             raise ValueError(f"group {group} has no experiences: abandon it with a reason instead")
-        if why := bad_reward(rows):
+        if why := delivery.bad_reward(rows):
             self._counts["bad_rewards"] += 1
             await self.abandon(group, why)
         elif self._is_open_group(group, "duplicate_puts"):
@@ -235,9 +237,9 @@ class ExperienceBuffer(BatchedCalls):
                 records.Stored(
                     group=group,
                     experiences=experiences,
-                    version=oldest_version(rows),
+                    version=delivery.oldest_version(rows),
                     told=told,
-                    size=trained(rows),
+                    size=delivery.trained(rows),
                 )
             )
             self._evict(self._selection.surplus())
@@ -302,14 +304,18 @@ class ExperienceBuffer(BatchedCalls):
         }
 
     async def take(
-        self, step: int, trainer: str = "trainer", min_model_version: int | None = None
+        self,
+        step: int,
+        trainer: str = "trainer",
+        min_model_version: int | None = None,
+        seen: Sequence[PartKey] = (),
     ) -> bytes:
         """The encoded `Delivery` of `step`, leased durably. Without parts: the run is over.
 
         Waits for the next groups in admission order, with a replay buffer for the first by
         priority. After `max_read_timeout` it returns those that are there, fewer than a step's if
         need be; the others go into later steps. Raises TimeoutError if there is none. Groups from
-        before `min_model_version` are evicted, counted.
+        before `min_model_version` are evicted, counted. Of what was `seen` it has no experiences.
         """
         loop = asyncio.get_running_loop()
         begin, attempt = loop.time(), self._attempt
@@ -319,11 +325,8 @@ class ExperienceBuffer(BatchedCalls):
             self._check_step(step)
 
             def is_over() -> bool:
-                return (
-                    self._attempt != attempt
-                    or bool(self._stood.stopped)
-                    or step in self._progress.leases
-                )
+                is_left = self._attempt != attempt or bool(self._stood.stopped)
+                return is_left or step in self._progress.leases
 
             groups = (
                 None if is_over() else await self._await_groups(step, min_model_version, is_over)
@@ -341,11 +344,29 @@ class ExperienceBuffer(BatchedCalls):
                 self._lease(step, trainer, groups)
         await self._settle()
         lease = self._progress.leases[step]
-        parts = await self._ledger.parts(lease)
+        parts = await self._ledger.parts(lease, set(map(tuple, seen)))
         replayed = lease.run_epoch != self._progress.run_epoch
-        return encode(
-            Delivery(step=step, parts=parts, replayed=replayed, waited_s=loop.time() - begin)
-        )
+        waited_s = loop.time() - begin
+        return encode(Delivery(step=step, parts=parts, replayed=replayed, waited_s=waited_s))
+
+    async def look(self, step: int) -> bytes:
+        """The encoded `Delivery` that `take(step)` would return as things stand, once all of it is
+        here: nothing is leased, and nothing decided. Without parts: there is nothing to see.
+        """
+        attempt, found = self._attempt, list[Group]()
+
+        def is_ready() -> bool:
+            is_over = step == self.total_steps or step in self._progress.leases
+            is_left = self._attempt != attempt or bool(self._stood.stopped)
+            groups = [] if is_over or is_left else self._next_groups(step, None)
+            found[:] = groups or []
+            return groups is not None
+
+        async with self._waits.changed:
+            await self._waits.wait(is_ready, self.timeout, self._selection.wake)
+        await self._settle()  # what is seen is durable
+        parts = await self._ledger.parts(self._selection.foreseen(step, found))
+        return encode(Delivery(step=step, parts=parts))
 
     async def consumed(self, step: int) -> None:
         """The trainer has finished `step`."""
@@ -364,12 +385,8 @@ class ExperienceBuffer(BatchedCalls):
         """
         epoch = self._progress.run_epoch
         if run_epoch is not None and run_epoch != epoch:
-            logger.warning(
-                "version %d of run epoch %d came late: the trainer is in %d",
-                version,
-                run_epoch,
-                epoch,
-            )
+            told = version, run_epoch, epoch
+            logger.warning("version %d of run epoch %d came late: the trainer is in %d", *told)
             return
         if self._stood.published is None or version > self._stood.published:
             self._stood.serve(version, self._progress.done(self.size))
@@ -394,9 +411,7 @@ class ExperienceBuffer(BatchedCalls):
         return position
 
     async def saved(self, step: int) -> None:
-        """A checkpoint of `step` is complete: nobody else could have
-        its batches, so nothing is to be done.
-        """
+        """A checkpoint of `step` is complete: nobody else could have its batches."""
 
     async def retain(self, position: int, step: int | None = None) -> int | None:
         """What no retained checkpoint needs may go: `position` and `step` are the smallest that any
@@ -491,15 +506,12 @@ class ExperienceBuffer(BatchedCalls):
         )
 
     def _is_open_group(self, number: int, counter: str) -> bool:
-        """Whether the group waits for its experiences; one that no
-        longer does is counted under `counter`.
-        """
+        """Whether it waits for its experiences; one that does not is counted under `counter`."""
         if not 0 <= number < self._progress.next_group:
             raise ValueError(
                 f"group {number} was never admitted; the next group is {self._progress.next_group}"
             )
-        group = self._progress.waiting.get(number)
-        is_open = group is not None and not group.stored
+        is_open = self._progress.is_open(number)
         self._counts[counter] += not is_open
         return is_open
 
@@ -511,17 +523,13 @@ class ExperienceBuffer(BatchedCalls):
             )
 
     def _next_groups(self, step: int, min_model_version: int | None) -> list[Group] | None:
-        """What `step` takes, once all of it is there; empty when nothing will ever come.
-
-        None: wait on.
+        """What `step` takes, once all of it is there; empty when nothing will ever come. None: wait
+        on.
         """
         if min_model_version is not None:
             self._evict(self._selection.too_old(min_model_version))
-        return self._selection.groups(
-            step,
-            self._is_input_done(),
-            abandoned=self._stood.all_done and not self._stood.attached,
-        )
+        abandoned = self._stood.all_done and not self._stood.attached
+        return self._selection.groups(step, self._is_input_done(), abandoned)
 
     def _evict(self, record: Evicted | None) -> None:
         if record is not None:
@@ -547,11 +555,9 @@ class ExperienceBuffer(BatchedCalls):
             return self._progress.wanted(step, self.size, self.max_staleness)
 
         await waits.wait(lambda: is_ready() or over.has_enough(wanted()), self.timeout, wake)
-        if (
-            is_ready()
-            or not over.has_enough(wanted())
-            or await waits.wait(is_ready, over.wait_s, wake)
-        ):
+        if is_ready() or not over.has_enough(wanted()):
+            return found
+        if await waits.wait(is_ready, over.wait_s, wake):
             return found
         groups = wanted()
         late = over.cut(groups)
@@ -574,23 +580,17 @@ class ExperienceBuffer(BatchedCalls):
             )
         self._counts["incomplete_batches"] += 1
         what = "groups" if self.size.experiences is None else "experiences"
-        told = (
-            f"{self.size.are(groups)} of {self.size.units} {what} after "
-            f"{self.timeout:g} s ({self._progress.where()})"
-        )
-        logger.warning("step %d takes %s", step, told)
+        told = step, self.size.are(groups), self.size.units, what, self.timeout
+        where = self._progress.where()
+        logger.warning("step %d takes %d of %d %s after %g s (%s)", *told, where)
         return groups
 
     def _lease(self, step: int, trainer: str, groups: list[Group]) -> None:
         late = self._selection.late(step, groups)
         self._counts["over_stale_groups"] += len(late)
         if late:
-            logger.warning(
-                "step %d trains groups %s later than max_staleness=%s",
-                step,
-                late,
-                self.max_staleness,
-            )
+            told = step, late, self.max_staleness
+            logger.warning("step %d trains groups %s later than max_staleness=%s", *told)
         self._append(self._selection.lease(step, trainer, groups))
 
     def _why(self) -> str:

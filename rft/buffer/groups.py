@@ -8,11 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+def oldest(*versions: int | None) -> int | None:
+    """Of those that are known."""
+    return min((version for version in versions if version is not None), default=None)
+
+
 @dataclass
 class Group:
     """One admitted task.
 
-    `task` is dropped once it is stored; `version` is None while it waits for a restart.
+    `task` is dropped once it is stored; `version` is None while it waits for a restart, and then
+    the oldest that a token of it may be of.
     """
 
     number: int
@@ -27,6 +33,16 @@ class Group:
     most: int | None = None
     size: int = 0
     rows: int = 0
+    # until it is stored: whether answers of engines to it are kept, and the oldest version of them
+    kept: bool = False
+    kept_version: int | None = None
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of those that sampled a token of it, or may yet; None where nobody knows."""
+        if self.stored:
+            return self.model_version
+        return oldest(self.version, self.kept_version)
 
 
 @dataclass(frozen=True)

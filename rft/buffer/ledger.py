@@ -1,20 +1,29 @@
 """Progress that survives: a journal, the state it folds to, and where in it every group's
-experiences lie.
+experiences lie, or, until it has them, what engines have answered to it.
 
-In: `append(record)`, durable after `await commit()`. Out: `progress`, and the experiences of a
-lease, read from the journal. `retain` drops what no checkpoint needs, beside everything else:
-nobody waits for it, and where it fails (a full disk) the journal stays as it was, until the next
-one. Invariant: `progress` is the fold of the journal's records, in order; a record that cannot be
-written changes nothing.
+In: `append(record)`, durable after `await commit()`. Out: `progress`, the experiences of a lease
+and the answers to a group, read from the journal. `retain` drops what no checkpoint needs, beside
+everything else: nobody waits for it, and where it fails (a full disk) the journal stays as it was,
+until the next one. Invariant: `progress` is the fold of the journal's records, in order; a record
+that cannot be written changes nothing.
 """
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 
-from rft.buffer.delivery import StoredGroup
+from rft.buffer.delivery import PartKey, StoredGroup
 from rft.buffer.journal import Journal, JournalError
-from rft.buffer.progress import JournalRecord, Lease, Progress, Stored, decode_record
+from rft.buffer.progress import (
+    Answered,
+    GroupFailed,
+    JournalRecord,
+    Lease,
+    Progress,
+    Stored,
+    decode_record,
+)
 from rft.ground.durable import FILES, Files
 from rft.ground.experience import encode
 
@@ -30,22 +39,50 @@ def read_parts(journal: Journal, rows: list[tuple[int, StoredGroup]]) -> list[St
     return [part for _, part in rows]
 
 
-def folded(journal: Journal, end: int, oldest_step: int) -> Iterator[tuple[int | None, bytes]]:
-    """What must stay of the records before `end`, each with its group where it holds the
-    experiences of one.
+def read_answers(journal: Journal, positions: list[int]) -> list[bytes]:
+    found = [decode_record(journal.read(position)) for position in positions]
+    return [record.answers for record in found if isinstance(record, Answered)]
+
+
+@dataclass
+class Places:
+    """Positions, by group, of the records that hold what is too large for the state."""
+
+    experiences: dict[int, int] = field(default_factory=dict)
+    answers: dict[int, list[int]] = field(default_factory=dict)  # of open groups, in their order
+
+    def apply(self, record: JournalRecord, position: int, progress: Progress) -> None:
+        """`progress`: with this record."""
+        match record:
+            case Stored():
+                self.experiences[record.group] = position
+                self.answers.pop(record.group, None)
+            case GroupFailed():
+                self.answers.pop(record.group, None)
+            case Answered():
+                if progress.is_open(record.group):
+                    self.answers.setdefault(record.group, []).append(position)
+
+
+def folded(journal: Journal, end: int, oldest_step: int) -> Iterator[tuple[JournalRecord, bytes]]:
+    """What must stay of the records before `end`, with their payloads. Of those that say where
+    bytes lie, only the payload has these.
     """
-    progress, rows = Progress(), {}
+    progress, places = Progress(), Places()
     for position, payload in journal.records(stop=end):
         record = decode_record(payload)
         progress.apply(record)
-        if isinstance(record, Stored):
-            rows[record.group] = position
+        places.apply(record, position, progress)
     progress.forget(oldest_step)
     for record in progress.survivors():
-        if isinstance(record, Stored):
-            yield record.group, journal.read(rows[record.group])
-        else:
-            yield None, encode(record)
+        match record:
+            case Stored():
+                yield record, journal.read(places.experiences[record.group])
+            case Answered():
+                for position in places.answers[record.group]:
+                    yield record, journal.read(position)
+            case _:
+                yield record, encode(record)
 
 
 class Ledger:
@@ -54,7 +91,7 @@ class Ledger:
     def __init__(self, directory: str, segment_bytes: int, files: Files = FILES) -> None:
         self.journal = Journal(directory, segment_bytes, files)
         self.progress = Progress()
-        self._rows: dict[int, int] = {}  # group -> position of its experiences
+        self._places = Places()
         # (position, finished steps there), where it changed
         self._finished: list[tuple[int, int]] = []
         self._files = asyncio.Lock()  # rows do not move while a batch is read
@@ -74,23 +111,34 @@ class Ledger:
     def _apply(self, record: JournalRecord, position: int) -> None:
         finished = self.progress.finished
         self.progress.apply(record)
-        if isinstance(record, Stored):
-            self._rows[record.group] = position
+        self._places.apply(record, position, self.progress)
         if self.progress.finished != finished:
             self._finished.append((position, self.progress.finished))
 
-    async def parts(self, lease: Lease) -> list[StoredGroup]:
-        """The groups of a lease with their experiences, in the lease's order."""
+    async def parts(self, lease: Lease, seen: Collection[PartKey] = ()) -> list[StoredGroup]:
+        """The groups of a lease with their experiences, in the lease's order; those that were
+        `seen` without.
+        """
         uses = lease.uses or [0] * len(lease.groups)
+        parts = [
+            StoredGroup(group=group.number, timeline=group.run_epoch, experiences=b"", uses=count)
+            for group, count in zip(lease.groups, uses, strict=True)
+        ]
         async with self._files:
-            rows = [
-                (
-                    self._rows[g.number],
-                    StoredGroup(group=g.number, timeline=g.run_epoch, experiences=b"", uses=count),
-                )
-                for g, count in zip(lease.groups, uses, strict=True)
-            ]
-            return await asyncio.to_thread(read_parts, self.journal, rows)
+            places = self._places.experiences
+            rows = [(places[part.group], part) for part in parts if part.key not in seen]
+            await asyncio.to_thread(read_parts, self.journal, rows)
+        return parts
+
+    async def answers(self, group: int) -> list[bytes]:
+        """What engines have answered to a group that is not finished, in the order in which it was
+        kept.
+        """
+        async with self._files:
+            positions = list(self._places.answers.get(group, ()))
+            if not positions:
+                return []
+            return await asyncio.to_thread(read_answers, self.journal, positions)
 
     def stored(self) -> Iterator[StoredGroup]:
         """All groups that have experiences here, by number."""
@@ -101,7 +149,8 @@ class Ledger:
         for number, group in sorted((leased | progress.pool | progress.waiting).items()):
             if group.stored:
                 part = StoredGroup(group=number, timeline=group.run_epoch, experiences=b"")
-                yield from read_parts(self.journal, [(self._rows[number], part)])
+                at = self._places.experiences[number]
+                yield from read_parts(self.journal, [(at, part)])
 
     def stats(self) -> dict[str, int]:
         """Counters and sizes now."""
@@ -160,24 +209,19 @@ class Ledger:
                 logger.warning("the journal could not be cut, and stays as it is: %s", error)
 
     async def _compact(self, end: int, oldest: int) -> None:
-        before, groups = self.journal.size, []
+        before, kept = self.journal.size, list[Stored | Answered | None]()
 
         def payloads() -> Iterator[bytes]:
-            for group, payload in folded(self.journal, end, oldest):
+            for record, payload in folded(self.journal, end, oldest):
                 if self._closing:
                     raise JournalError("it is closed, and will be cut after its next start")
-                groups.append(group)
+                kept.append(record if isinstance(record, Stored | Answered) else None)
                 yield payload
 
         base = await asyncio.to_thread(self.journal.write_base, end, payloads())
         async with self._files:
             await asyncio.to_thread(self.journal.install, base)
-            moved = {
-                group: at
-                for group, at in zip(groups, base.positions, strict=True)
-                if group is not None
-            }
-            self._rows = moved | {group: at for group, at in self._rows.items() if at >= end}
+            self._move(zip(kept, base.positions, strict=True), end)
             earlier = [mark for mark in self._finished if mark[0] < end]
             self._finished = [*earlier[-1:], *(mark for mark in self._finished if mark[0] >= end)]
             self.progress.forget(oldest)
@@ -187,3 +231,16 @@ class Ledger:
             self.journal.size,
             oldest,
         )
+
+    def _move(self, kept: Iterable[tuple[Stored | Answered | None, int]], end: int) -> None:
+        """What lay before `end` lies there now; groups may have been finished meanwhile."""
+        old, new = self._places, Places()
+        for record, position in kept:
+            if isinstance(record, Stored):
+                new.experiences[record.group] = position
+            elif isinstance(record, Answered) and record.group in old.answers:
+                new.answers.setdefault(record.group, []).append(position)
+        new.experiences |= {group: at for group, at in old.experiences.items() if at >= end}
+        for group, positions in old.answers.items():
+            new.answers.setdefault(group, []).extend(at for at in positions if at >= end)
+        self._places = new

@@ -1,8 +1,8 @@
 """What has happened to every group: a pure state machine that the journal's records rebuild
 exactly. No I/O, no clock.
 
-    issued ──► stored ──► leased(step) ──► consumed(step)
-       └─────► failed   └► evicted └─► kept for another step, where a replay buffer is on
+    issued ──► answered ... ──► stored ──► leased(step) ──► consumed(step)
+       └──────────┴─────► failed   └► evicted └─► kept for another step, where a replay buffer is on
 
 In: `apply(record)`, for a record that was just journaled or is read back. Out: how many slots are
 free, which groups a step takes, what an explorer has to run again, where its taskset continues.
@@ -13,8 +13,9 @@ step is published. A new one may start while those before it fill at most `max_s
 the published version on (`steps_ahead`), whatever the unfinished ones turn out to hold: they count
 as the most that they may have. It can therefore only end up in a step that is at most
 `max_staleness` after the version published when it started, and nothing before it always lets it
-start. After a restart the same bound decides when an unfinished group may start again, because it
-starts anew on the version that is published then. What fills a step is `StepSize`.
+start. After a restart the same bound decides when an unfinished group may start again, on the
+version that is published then; what engines have answered to it before is kept, and its versions
+with it: the step that it ends up in only comes nearer. What fills a step is `StepSize`.
 
 Invariants: a group is leased at most once, for good (a resume replays the lease, it never
 regroups); a group is either failed, evicted or in exactly one lease or still waiting, so none is
@@ -34,7 +35,7 @@ from typing import Any
 
 import msgspec
 
-from rft.buffer.groups import Course, Explored, Group, Lease, StepSize, due, remember
+from rft.buffer.groups import Course, Explored, Group, Lease, StepSize, due, oldest, remember
 from rft.ground.experience import Record
 
 
@@ -65,6 +66,16 @@ class Restarted(Record, tag="restarted", kw_only=True):
     group: int
     version: int | None = None
     run_epoch: int = 0
+
+
+class Answered(Record, tag="answered", kw_only=True):
+    """What engines have answered to a group that is not finished, an encoded list of
+    `rft.rollout.answers.Answer`. Behind its experiences, or its failure, it says nothing.
+    """
+
+    group: int
+    answers: bytes
+    version: int | None = None  # the oldest that sampled any token of it
 
 
 class Stored(Record, tag="stored", kw_only=True):
@@ -208,25 +219,10 @@ class Folded(Record, tag="folded", kw_only=True):
 
 
 JournalRecord = (
-    Issued
-    | Attached
-    | Restarted
-    | Stored
-    | GroupFailed
-    | Leased
-    | Evicted
-    | Pooled
-    | Consumed
-    | Resumed
-    | StepSaved
-    | Handed
-    | Forgotten
-    | InputEnded
-    | Silent
-    | Began
-    | Stood
+    Issued | Attached | Restarted | Answered | Stored | GroupFailed | Leased | Evicted | Pooled
+    | Consumed | Resumed | StepSaved | Handed | Forgotten | InputEnded | Silent | Began | Stood
     | Folded
-)
+)  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(JournalRecord)
 
 
@@ -283,6 +279,7 @@ class Progress(Course):
                     record.version if record.version is not None else group.version
                 )
                 group.size, group.rows = record.size, record.rows
+                group.kept, group.kept_version = False, None
                 self.num_stored += 1
                 self.num_experiences += record.size
                 if record.told is not None:
@@ -307,6 +304,10 @@ class Progress(Course):
             case Restarted():
                 group = self.waiting[record.group]
                 group.version, group.run_epoch = record.version, record.run_epoch
+                if record.version is not None:
+                    group.version = oldest(record.version, group.kept_version)
+            case Answered():
+                self._answer(record)
             case Began():
                 vars(self).update(vars(Progress()))
             case Stood():
@@ -316,6 +317,12 @@ class Progress(Course):
                     setattr(self, name, getattr(record, name))
             case _:
                 self._go(record)
+
+    def _answer(self, record: Answered) -> None:
+        if not self.is_open(record.group):
+            return
+        group = self.waiting[record.group]
+        group.kept, group.kept_version = True, oldest(group.kept_version, record.version)
 
     def _hear(self, record: Attached | InputEnded | Silent) -> None:
         """What concerns explorers."""
@@ -414,9 +421,8 @@ class Progress(Course):
         is under way; None where no group says which.
         """
         leased = (group for lease in self.leases.values() for group in lease.groups)
-        groups = [*leased, *self.pool.values(), *self.waiting.values()]
-        found = [group.model_version if group.stored else group.version for group in groups]
-        return min((version for version in found if version is not None), default=None)
+        groups = (*leased, *self.pool.values(), *self.waiting.values())
+        return oldest(*(group.oldest_version for group in groups))
 
     def missing(self, total_steps: int, size: StepSize, trainer: str = "") -> int:
         """How many of the steps before `total_steps` are not filled yet, if none of the groups that
@@ -474,6 +480,11 @@ class Progress(Course):
                 "Resume from a newer checkpoint, or begin with an empty buffer directory."
             )
 
+    def is_open(self, number: int) -> bool:
+        """Whether the group was issued, and has neither experiences nor failed."""
+        group = self.waiting.get(number)
+        return group is not None and not group.stored
+
     def unfinished(self, explorer: str) -> list[Group]:
         """Groups of `explorer` that were issued and have neither experiences nor failed, in
         admission order.
@@ -526,7 +537,8 @@ class Progress(Course):
     def survivors(self) -> Iterable[JournalRecord]:
         """Records that rebuild this state.
 
-        `Stored` ones come without experiences: the caller puts them in.
+        `Stored` ones come without experiences, and one `Answered` of a group stands for all: the
+        caller puts in what they hold.
         """
         yield from self._known()
         for group in self.held().values():
@@ -547,6 +559,8 @@ class Progress(Course):
                     size=group.size,
                     rows=group.rows,
                 )
+            elif group.kept:
+                yield Answered(group=group.number, answers=b"", version=group.kept_version)
         for course in (self, *self.courses.values()):
             for step, lease in sorted(course.leases.items()):
                 groups = [group.number for group in lease.groups]

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol
 
-from rft.buffer.progress import Evicted, Group, Leased, Progress, StepSize
+from rft.buffer.progress import Evicted, Group, Lease, Leased, Progress, StepSize
 from rft.config.arguments import Options, options
 from rft.config.buffer import ReplayBufferConfig
 from rft.config.explorer import OverRolloutConfig
@@ -253,6 +253,11 @@ class BatchSelection:
             record.uses = [group.uses + 1 for group in groups]
             record.kept = [group.number for group in groups if self.replay.stays(group)]
         return record
+
+    def foreseen(self, step: int, groups: list[Group]) -> Lease:
+        """The lease that `step` would have of these groups."""
+        told = self.lease(step, "", groups)
+        return Lease("", told.run_epoch, groups, told.at, told.uses)
 
     def too_old(self, min_model_version: int) -> Evicted | None:
         """Stored groups with a token from before this version: they

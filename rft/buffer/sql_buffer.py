@@ -43,7 +43,7 @@ from rft.buffer.selection import BatchSelection
 from rft.buffer.sql_events import Events
 from rft.buffer.sql_lives import TRAINER, Lives, Parties
 from rft.buffer.sql_patience import LONGEST_NAP_S, NAP_S, RETRY_S, failure, passes
-from rft.buffer.sql_schema import Tables
+from rft.buffer.sql_schema import Tables, answers_to
 from rft.buffer.sql_stands import Stands
 from rft.buffer.sql_tables import connect, create
 from rft.buffer.sql_turns import Decisions, Put, SharedTurns, Taken, counted, put_of
@@ -53,16 +53,9 @@ from rft.ground.experience import encode
 WAIT = object()  # not now: look again after a change
 WATCH_S = 0.2  # between two looks at what other processes have changed
 COUNTERS = (
-    "experiences",
-    "duplicate_puts",
-    "late_abandons",
-    "short_groups",
-    "incomplete_batches",
-    "over_stale_groups",
-    "bad_rewards",
-    "oversized_groups",
-    "database_retries",
-)
+    "experiences", "duplicate_puts", "late_abandons", "short_groups", "incomplete_batches",
+    "over_stale_groups", "bad_rewards", "oversized_groups", "database_retries",
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -191,11 +184,11 @@ class SqlBuffer(BatchedCalls):
             )
         return numbers
 
-    async def readmit(self, explorer: str, group: int) -> None:
-        """Wait until an unfinished group from `attach_explorer` may start again."""
+    async def readmit(self, explorer: str, group: int) -> list[bytes]:
+        """As `ExperienceBuffer.readmit`."""
         me = f"{self.owner}/{explorer}"
 
-        def readmit(db: Connection) -> bool | object:
+        def readmit(db: Connection) -> list[bytes] | object:
             self._parties.check_explorer(db, me, self._stood.explorers.get(me))
             self._parties.look(db)
             if not self._selection.may_restart(group, self._stood.published):
@@ -205,12 +198,19 @@ class SqlBuffer(BatchedCalls):
                     f"group {group} is not an unfinished group of explorer {explorer!r}"
                 )
             self._events.add(records.Restarted(group=group, **self._now()))
-            return True
+            return answers_to(db, self._tables, group)
 
-        if await self._until(readmit) is WAIT:
+        found = await self._until(readmit)
+        if found is WAIT:
             raise TimeoutError(
                 f"group {group} could not start again in {self.timeout:g} s ({await self._where()})"
             )
+        return found
+
+    async def answered(self, answers: list[tuple[int, bytes, int | None]]) -> None:
+        """As `ExperienceBuffer.answered`, in one transaction."""
+        keep = partial(self._turns.keep, answers=answers)
+        await self._do(keep, tells=False, patience=self._patience)
 
     async def put(self, group: int, experiences: bytes, told: list[Any] | None = None) -> None:
         """Store the encoded list of a group's experiences; durable on return. A second put changes
@@ -264,13 +264,10 @@ class SqlBuffer(BatchedCalls):
 
         tries = 0
 
-        def abandon(_: Connection) -> bool:
+        def abandon(db: Connection) -> bool:
             nonlocal tries
-            if self._turns.open_group(group) is None:
-                return tries > 0
-            tries += 1
-            self._events.add(records.GroupFailed(group=group, reason=reason))
-            return True
+            tries += self._turns.fail(db, group, reason)
+            return tries > 0
 
         if await self._do(abandon, patience=self._patience):
             logger.warning("group %d was abandoned: %s", group, reason)

@@ -25,7 +25,7 @@ from rft.buffer.progress import Began, JournalRecord, Progress, decode_record
 from rft.buffer.sql_schema import Tables
 from rft.ground.experience import encode
 
-HIDDEN = ("experiences", "task", "cursor", "told", "cursors")  # bytes, and what has them
+HIDDEN = ("experiences", "answers", "task", "cursor", "told", "cursors")  # bytes, and what has them
 SMALL = 10_000  # records; a table with fewer is always cut
 
 

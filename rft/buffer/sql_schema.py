@@ -7,6 +7,7 @@ to look at. Invariant: an experience is msgpack, and no column holds anything ex
                  readers; record, msgpack, which counts
     experiences  one row per experience, until no retained checkpoint of the trainer that holds it
                  is older
+    answers      what engines have answered to a group that is not finished, until it is
     lives        when explorers and trainers were last heard of
     stands       what one process of a run must know that takes the place of another: sql_stands
 
@@ -38,7 +39,7 @@ from sqlalchemy import (
     Text,
 )
 
-SCHEMA = 4
+SCHEMA = 5
 AT_ONCE = 500  # values in one statement
 
 
@@ -73,6 +74,12 @@ class Tables:
             Column("task", text),
             Column("model_version", Integer),
             Column("reward", Float),
+            Column("data", LargeBinary, nullable=False),
+        )
+        self.answers = self._table(
+            "answers",
+            Column("group", big, primary_key=True, autoincrement=False),
+            Column("number", big, primary_key=True, autoincrement=False),  # of the event
             Column("data", LargeBinary, nullable=False),
         )
         self.lives = self._table(
@@ -121,6 +128,18 @@ def drop_blobs(connection: Connection, tables: Tables, groups: Iterable[int]) ->
     rows = tables.experiences
     for some in _some(groups):
         connection.execute(rows.delete().where(rows.c.group.in_(some)))
+
+
+def answers_to(connection: Connection, tables: Tables, group: int) -> list[bytes]:
+    """In the order in which they were kept."""
+    rows = tables.answers
+    query = sql.select(rows.c.data).where(rows.c.group == group).order_by(rows.c.number)
+    return [bytes(data) for data in connection.execute(query).scalars()]
+
+
+def drop_answers(connection: Connection, tables: Tables, group: int) -> None:
+    """The group is finished, or failed."""
+    connection.execute(tables.answers.delete().where(tables.answers.c.group == group))
 
 
 def _some(groups: Iterable[int]) -> Iterable[list[int]]:

@@ -23,6 +23,7 @@ from rft.ground import redact
 from rft.ground.errors import refuse_all
 
 OLDER = (1, 2, 3)  # versions that are converted
+WITHOUT_ANSWERS = 4  # has all tables but that one
 DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg"}
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
 LOCK_WAIT_S = 5.0  # for SQLite's one write lock; then a call tries again
@@ -123,7 +124,7 @@ def create(engine: Engine, tables: Tables) -> None:
         version, here = None, tables.buffers.c.name == tables.name
         if sql.inspect(db).has_table(tables.buffers.name):
             version = db.execute(sql.select(tables.buffers.c.version).where(here)).scalar()
-        if version not in (None, *OLDER, SCHEMA):
+        if version not in (None, *OLDER, WITHOUT_ANSWERS, SCHEMA):
             raise _unusable(
                 f"has version {version} of the tables, and this rft knows version {SCHEMA}"
             )
@@ -139,6 +140,7 @@ def create(engine: Engine, tables: Tables) -> None:
             db.execute(tables.events.insert(), rows)
             if lives:
                 db.execute(tables.lives.insert(), lives)
+        if version not in (None, SCHEMA):
             db.execute(tables.buffers.update().where(here).values(version=SCHEMA))
         there = sql.inspect(db).get_view_names()
         for kind in VIEWS:
@@ -150,7 +152,7 @@ def _check_columns(db: Connection, tables: Tables) -> None:
     """Somebody else's tables may have the names of these."""
     inspector = sql.inspect(db)
     expected = {f"{tables.name}_{kind}": set(COLUMNS[kind].split()) for kind in VIEWS}
-    of_us = (tables.events, tables.experiences, tables.lives, tables.stands)
+    of_us = (tables.events, tables.experiences, tables.answers, tables.lives, tables.stands)
     expected |= {table.name: {column.name for column in table.columns} for table in of_us}
     for name in sorted(expected.keys() & set(inspector.get_table_names())):
         missing = sorted(

@@ -19,11 +19,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from rft.buffer.delivery import Facts, StoredGroup, facts_of, oldest_version, trained
 from rft.buffer.journal import JournalError
-from rft.buffer.progress import Forgotten, Group, Progress, Stored
+from rft.buffer.progress import Answered, Forgotten, Group, GroupFailed, Progress, Stored
 from rft.buffer.selection import BatchSelection
 from rft.buffer.sql_events import Events
 from rft.buffer.sql_lives import Lost, Parties
-from rft.buffer.sql_schema import Tables, blobs, drop_blobs
+from rft.buffer.sql_schema import Tables, blobs, drop_answers, drop_blobs
 from rft.ground.experience import encode
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,9 @@ class Decisions:
         """The groups that waited for their experiences, and have them now."""
         lines, stored = list[dict[str, Any]](), list[int]()
         for put in puts:
-            if self.open_group(put.group) is not None:
+            if (group := self.open_group(put.group)) is not None:
+                if group.kept:
+                    drop_answers(db, self.events.tables, put.group)
                 lines += put.lines()
                 record = Stored(
                     group=put.group,
@@ -181,6 +183,25 @@ class Decisions:
         if lines:
             db.execute(self.events.tables.experiences.insert(), lines)
         return stored
+
+    def keep(self, db: Connection, answers: list[tuple[int, bytes, int | None]]) -> None:
+        """Of groups that are not finished: what engines have answered."""
+        rows = []
+        for group, encoded, version in answers:
+            if self.open_group(group) is not None:
+                self.events.add(Answered(group=group, answers=b"", version=version))
+                rows.append({"group": group, "number": self.events.last, "data": encoded})
+        if rows:
+            db.execute(self.events.tables.answers.insert(), rows)
+
+    def fail(self, db: Connection, number: int, reason: str) -> bool:
+        """Whether the group was open, and is given up now."""
+        if (group := self.open_group(number)) is None:
+            return False
+        if group.kept:
+            drop_answers(db, self.events.tables, number)
+        self.events.add(GroupFailed(group=number, reason=reason))
+        return True
 
     def choose(
         self,

@@ -36,6 +36,7 @@ import psutil
 
 from rft.checkpoint import fence, memory
 from rft.checkpoint.commit import Committer, abandon, clear
+from rft.checkpoint.left import Lying
 from rft.checkpoint.records import (
     Beat,
     Begin,
@@ -94,6 +95,7 @@ class Agent:
         self._replicas = (
             Replicas(settings, wire.send, self._let_go) if settings.replicas is not None else None
         )
+        self._lying: dict[int, Lying] = {}  # by slot: what was written of it last
         self._is_closed = False
         self._exports: dict[str, threading.Thread] = {}  # by name of the checkpoint that is read
         self._exported: set[str] = set()
@@ -115,11 +117,17 @@ class Agent:
             self._drop(writer, f"rank {self.settings.rank} ended before this save was staged")
         self.to_watch.put(None)
         watcher.join()
-        has_any = self._states or (self._replicas is not None and self._replicas.others())
-        if has_any and not self._is_closed:
+        if not self._is_closed and self._has_any():
             self._now("keeping a state in memory", True)
             self.orphaned_at = None  # from here on it has a deadline of its own
-            memory.Resting(self.settings, list(self._states.values()), self._replicas).serve()
+            states, lying = list(self._states.values()), list(self._lying.values())
+            memory.Resting(self.settings, states, lying, self._replicas).serve()
+
+    def _has_any(self) -> bool:
+        """Something that a rank may come back for."""
+        if self._states or (self._replicas is not None and self._replicas.others()):
+            return True
+        return bool(self._lying) and fence.is_owned(Path(self.settings.control))
 
     def _read(self) -> None:
         while (message := self.wire.receive()) is not None and not isinstance(message, Close):
@@ -246,6 +254,7 @@ class Agent:
                     memoryview(self.slots[message.slot])[: message.stop - message.start],
                     message.start,
                 )
+                writer.windows.append(message)
                 if message.last:
                     writer.finish()
         # whatever is wrong with one save, the agent is still there for the next
@@ -255,6 +264,8 @@ class Agent:
         else:
             if message.last:
                 self.to_watch.put(self._writers.pop(message.id))
+                for window in writer.windows if writer.chunks else ():
+                    self._lying[window.slot] = Lying.of(window, writer.chunks)
             elif not writer.outputs:  # no more of it will come
                 del self._writers[message.id]
 

@@ -51,6 +51,11 @@ class KeptStates:
         """Step of the newest state that is kept."""
         return self._kept[-1][1] if self._kept else None
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of the slots that may be taken over; 0: there are none."""
+        return self._inherited.slot_bytes if self._inherited is not None else 0
+
     def look(self) -> Memory:
         """What agents of this host have kept of earlier attempts, once they write nothing more."""
         if self.is_twice:  # rank 0 has waited for those that it sees: nodes may share no directory
@@ -59,8 +64,9 @@ class KeptStates:
         return self._memory
 
     def resumed(self, identity: str, step: int) -> None:
-        """This state was read."""
-        self.remembered = step
+        """This state was read; no `identity`: a checkpoint was."""
+        if identity:
+            self.remembered = step
         self._inherited = self._memory.inherited(identity, self.ranks.rank)
 
     def take_over(self, regions: list[Region], slot_bytes: int) -> Inherited | None:
@@ -68,12 +74,13 @@ class KeptStates:
         back.
         """
         found, self._inherited = self._inherited, None
-        is_same = (
-            found is not None
-            and (found.receipt.regions, found.slot_bytes) == (regions, slot_bytes)
-            and self.is_on
-            and len(found.slots) == SLOTS
-        )
+        if self.remembered is None and not self.is_twice:  # all that they hold is on disk too
+            self.end_resting()
+        is_same = found is not None and found.slot_bytes == slot_bytes and len(found.slots) == SLOTS
+        if found is not None and found.kept is not None:
+            is_same = is_same and self.is_on and found.kept.receipt.regions == regions
+        elif self.is_twice:  # what lies in them is to stay
+            is_same = False
         if self.is_twice:  # every rank goes on with it, or it stays with the agents before
             said = self.ranks.gather(is_same)
             is_same = self.ranks.broadcast(None if said is None else all(said))
@@ -99,11 +106,11 @@ class KeptStates:
         must be there.
         """
         self._link = link
-        if inherited is None:
-            if not self.is_twice:
+        if inherited is None or inherited.kept is None:
+            if not self.is_twice or inherited is not None:
                 self.end_resting()
             return
-        receipt = inherited.receipt
+        receipt = inherited.kept.receipt
         begin = Begin(
             id=receipt.id,
             step=receipt.step,
@@ -121,7 +128,7 @@ class KeptStates:
         )
         link.begin(begin)
         link.window(
-            Window(id=receipt.id, slot=inherited.slot, start=0, stop=receipt.bytes, last=True)
+            Window(id=receipt.id, slot=inherited.kept.slot, start=0, stop=receipt.bytes, last=True)
         )
         self.staged(begin)
 

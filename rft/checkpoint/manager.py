@@ -12,7 +12,6 @@ work of the training process after the copies.
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -42,7 +41,15 @@ from rft.checkpoint.records import (
     SaveFailed,
 )
 from rft.checkpoint.sharding import Claim, claim_of
-from rft.checkpoint.stager import Slot, SlotPool, Stager, StagingTuner, slot_size, windows_of
+from rft.checkpoint.stager import (
+    Room,
+    Slot,
+    SlotPool,
+    Stager,
+    StagingTuner,
+    slot_size,
+    windows_of,
+)
 from rft.checkpoint.storage import VERSIONS, WEIGHTS, open_storage
 from rft.config import TrainerConfig
 from rft.ground import host_memory
@@ -172,8 +179,7 @@ class CheckpointManager:
         self.newest = found.on_disk
         self.requested = found.loop["step"] if found.is_on_disk else None
         self.read = found.read
-        if found.identity:
-            self._states.resumed(found.identity, found.loop["step"])
+        self._states.resumed(found.identity, found.loop["step"])
         self.scores = restore.scores_of(found.loop)
         return found.loop
 
@@ -194,18 +200,25 @@ class CheckpointManager:
         free = host_memory.available()  # asked before any rank can have taken its memory
         self._plan = self._agree([claim_of(piece) for piece in policy.snapshot().pieces])
         total = sharding.extent(self._plan.regions)
-        size = slot_size(total, self.config.host_memory_gb)
-        windows = windows_of(self._plan.regions, size, total)
         kept = sharding.extent(self._plan.weight_regions) if self.config.versions != "none" else 0
+        room = Room(free, kept)
+        size = room.slot_size(
+            self.config,
+            self._plan.regions,
+            self._states.slot_bytes,
+            is_whole=self.trainer.memory_interval > 0,
+        )
+        windows = windows_of(self._plan.regions, size, total)
         inherited = self._states.take_over(self._plan.regions, size)
-        wanted = kept if inherited else 2 * size + kept
-        replicas = self._states.replication(self.epoch, total, wanted, free)
-        self._check_memory(wanted, free)
+        replicas = self._states.replication(
+            self.epoch, total, kept + (0 if inherited else 2 * size), free
+        )
+        room.check(0 if inherited else size, self._plan.regions)
         if self.trainer.memory_interval and len(windows) > 1:
             raise ValueError(
                 f"trainer.memory_interval={self.trainer.memory_interval} keeps this rank's whole "
-                f"part in memory, {total / 1e9:.3f} GB, and trainer.checkpoint.host_memory_gb="
-                f"{self.config.host_memory_gb:g} has no room for two: set at least "
+                f"part in memory, {total / 1e9:.3f} GB, and trainer.checkpoint.host_memory_gb, or "
+                f"memory, has room for {2 * size / 1e9:.3f}: set at least "
                 f"{2 * slot_size(total, None) / 1e9:.3f}, or trainer.memory_interval=0"
             )
         patience_s = min(self.config.staging_patience_s, self.config.agent_deadline_s)
@@ -239,8 +252,8 @@ class CheckpointManager:
             self.log_dir / f"checkpoint_agent_{self.ranks.rank}.log" if self.log_dir else None
         )
         self._link = Link(settings, self._hear, log_path, self._agent, patience_s=patience_s)
-        if inherited is not None:
-            slots.take(inherited.slot)
+        if inherited is not None and inherited.kept is not None:
+            slots.take(inherited.kept.slot)
         self._states.start(self._link, inherited)
         log.info(
             "checkpoints: %.3f GB per save of this rank, 2 slots of %.3f GB",
@@ -250,19 +263,6 @@ class CheckpointManager:
 
     def _idle_s(self) -> float:
         return 0.0 if self._link is None else self._link.idle_s
-
-    def _check_memory(self, wanted: int, free: int) -> None:
-        """Pages are touched at once: too little memory must be an error now, and not the end of
-        some process. In a container what counts is its own limit, for memfd too.
-        """
-        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if wanted * neighbours > free:
-            raise ValueError(
-                f"staging checkpoints takes {wanted / 1e9:.2f} GB of host memory for each of "
-                f"{neighbours} rank(s) of this node, "
-                f"{free / 1e9:.2f} GB are free: set trainer.checkpoint.host_memory_gb to at most "
-                f"{free / neighbours / 1.1e9:.2f}"
-            )
 
     def _agree(self, claims: list[Claim]) -> SavePlan:
         listed = self.ranks.gather(sharding.encode(claims))

@@ -33,6 +33,7 @@ import msgspec
 import xxhash
 
 from rft.checkpoint import fence
+from rft.checkpoint.left import LeftChunks, Lying
 from rft.checkpoint.parts import Chosen, choose, newest_offered
 from rft.checkpoint.peers import Offer, Run, Whole, digest_of, remembered
 from rft.checkpoint.records import CHUNK, CheckpointSettings, Receipt
@@ -65,6 +66,7 @@ class Answer(msgspec.Struct, frozen=True):
     slot_bytes: int
     states: list[KeptState]
     own: int
+    lying: list[Lying] = []
     run: Run | None = None
     at: tuple[str, int] | None = None
     whole: list[Whole] = []
@@ -74,15 +76,19 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Resting:
-    """An agent without a rank: it waits for one that takes its states over."""
+    """An agent without a rank: it waits for one that takes over its states, or what lies in its
+    slots.
+    """
 
     def __init__(
         self,
         settings: CheckpointSettings,
         states: list[tuple[Receipt, int]],
+        lying: list[Lying],
         replicas: Replicas | None = None,
     ):
-        self.settings, self.states, self.replicas = settings, states, replicas
+        self.settings, self.states, self.lying = settings, states, lying
+        self.replicas = replicas
         self.control = Path(settings.control)
 
     def answer(self) -> tuple[Answer, list[int]]:
@@ -94,6 +100,7 @@ class Resting:
             settings.slot_bytes,
             [KeptState(receipt, slot) for receipt, slot in self.states],
             len(settings.slots),
+            self.lying,
         )
         if replicas is None or settings.replicas is None:
             return told, settings.slots
@@ -131,7 +138,8 @@ class Resting:
     def _serve(self, listener: socket.socket) -> None:
         now = time.monotonic()
         end, awaited = now + self.settings.deadline_s, now
-        log.info("resting: states of step(s) %s are kept", [one.step for one, _ in self.states])
+        kept = [f"step {receipt.step}" for receipt, _ in self.states]
+        log.info("resting: %s kept", ", ".join(kept) if kept else "what was written is")
         while now < end and now < awaited + UNOWNED_S:
             if select.select([listener], [], [], LOOK_S)[0]:
                 with listener.accept()[0] as caller:
@@ -186,10 +194,11 @@ class RestingAgent:
 
 
 class Inherited(msgspec.Struct, frozen=True):
-    """What a rank takes over of the agent before its own: a state, and all slots."""
+    """What a rank takes over of the agent before its own: a state, if that was gone on from, and
+    all slots.
+    """
 
-    receipt: Receipt
-    slot: int
+    kept: KeptState | None
     slots: list[int]
     slot_bytes: int
 
@@ -302,14 +311,30 @@ class Memory:
         raise OSError(f"{at[0]}:{at[1]} does not hold the part of rank {rank} any more")
 
     def inherited(self, identity: str, rank: int) -> Inherited | None:
-        """This rank's own part of the state that was gone on from."""
-        for agent in self.agents:
-            for state in agent.answer.states:
-                is_own = agent.answer.rank == rank and state.slot < agent.answer.own
-                if is_own and state.receipt.id == identity and state.receipt.rank == rank:
-                    slots = [os.dup(slot) for slot in agent.slots[: agent.answer.own]]
-                    return Inherited(state.receipt, state.slot, slots, agent.answer.slot_bytes)
+        """This rank's own part of the state that was gone on from; without one, the slots of its
+        agent, with what is left there.
+        """
+        mine = [
+            (agent, state)
+            for agent in self.agents
+            for state in agent.answer.states
+            if (state.receipt.id, state.receipt.rank) == (identity, rank)
+            and agent.answer.rank == rank
+            and state.slot < agent.answer.own
+        ]
+        mine += [(agent, None) for agent in self.agents if agent.answer.rank == rank]
+        for agent, state in mine:
+            slots = [os.dup(slot) for slot in agent.slots[: agent.answer.own]]
+            return Inherited(state, slots, agent.answer.slot_bytes)
         return None
+
+    def left(self) -> LeftChunks:
+        """What lies in slots beside the states."""
+        return LeftChunks(
+            (agent.slots[lying.slot], lying)
+            for agent in self.agents
+            for lying in agent.answer.lying
+        )
 
     def end(self, rank: int, world: int) -> None:
         """Let the agents end whose ranks are this one now; forget the others. Of agents with

@@ -25,6 +25,7 @@ import msgspec
 
 from rft.checkpoint import catalog
 from rft.checkpoint.catalog import committed
+from rft.checkpoint.left import LeftChunks
 from rft.checkpoint.memory import Memory, Told, states
 from rft.checkpoint.parts import Chosen
 from rft.checkpoint.peers import Run
@@ -142,15 +143,18 @@ def load(
         found := _from_memory(memory, ranks, policy, layout, lambda: candidates.newest_known)
     ):
         return found
+    left = memory.left() if memory is not None else LeftChunks()
     while path is not None:
-        part, small, loop = _read(storage, path, ranks, policy, layout, patience_s)
+        before = time.monotonic()
+        part, small, loop = _read(storage, path, ranks, policy, layout, patience_s, left)
         parts = ranks.gather(msgspec.to_builtins(part))
         is_good, following = _by_first(ranks, partial(candidates.after, path, parts))
         if is_good:
             _take_over(policy, small, f"{storage.where}/{path}", ranks)
             if ranks.rank == 0:
                 log.info("resumed from %s/%s", storage.where, path)
-            return Restored(loop, int(loop["step"]), is_on_disk=True)
+            read = left.taken, (time.monotonic() - before if left.taken else 0.0)
+            return Restored(loop, int(loop["step"]), is_on_disk=True, read=read)
         path = following
     return _nothing(storage, candidates.rejected, ranks, patience_s)
 
@@ -439,11 +443,12 @@ def _read(
     policy: Snapshotable,
     layout: Any,
     patience_s: float,
+    left: LeftChunks | None = None,
 ) -> tuple[ReadReport, dict[str, bytes], dict[str, Any]]:
     """Fill this rank's part of the policy: (what became of it, small objects, loop state)."""
     part, small, loop = ReadReport(host=socket.gethostname()), {}, {}
     try:
-        with Checkpoint(storage, path, patience_s) as checkpoint:
+        with Checkpoint(storage, path, patience_s, left.get if left else None) as checkpoint:
             _read_pieces(checkpoint, policy)
             small, loop = _small(checkpoint, ranks, layout), dict(checkpoint.manifest.loop)
     except Mismatch as error:

@@ -24,6 +24,8 @@ from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from rft.checkpoint.records import Region, Window
+from rft.checkpoint.sharding import extent
+from rft.config import CheckpointConfig
 from rft.ground.device import Device
 from rft.ground.process import NamedThread
 from rft.ground.streams import Copier, enter_thread
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 BUSY = "both slots were still being written"
+LEAST_PARTS = 1.3  # of `trainer.checkpoint.memory`
 PAGE = 2**21  # slots are made of whole ones
 RELEASE_S = 0.5  # for an agent that is not busy to give a slot back that was released
 TRIALS = 3  # saves of each kind that `auto` looks at
@@ -42,6 +45,68 @@ def slot_size(total: int, budget_gb: float | None) -> int:
     """Bytes of each of two slots: for all of a save, or what the budget allows."""
     size = max(1, -(-total // PAGE)) * PAGE
     return size if budget_gb is None else min(size, int(budget_gb * 1e9) // 2 // PAGE * PAGE)
+
+
+def slot_of_parts(regions: list[Region], total: int, parts: float) -> int:
+    """Bytes of each of two slots that have room for `parts` saves together, and each for the
+    largest region.
+    """
+    half = int(parts * total) // 2 // PAGE * PAGE
+    largest = max((region.bytes for region in regions), default=0)
+    return min(slot_size(total, None), max(half, slot_size(largest, None)))
+
+
+@dataclass(frozen=True)
+class Room:
+    """Host memory of this node. `free`: bytes, before any rank has taken its slots; `beside`: what
+    each needs for something else.
+    """
+
+    free: int
+    beside: int = 0
+    neighbours: int = field(default_factory=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    def slot_size(
+        self, config: CheckpointConfig, regions: list[Region], there: int, is_whole: bool
+    ) -> int:
+        """Bytes of each slot. Where nothing is said: a whole part (`is_whole`: in any case), if
+        this node has room for two of each rank, or slots of that size are `there` already.
+        """
+        total = extent(regions)
+        whole, least = slot_size(total, None), slot_of_parts(regions, total, LEAST_PARTS)
+        if config.host_memory_gb is not None:
+            return slot_size(total, config.host_memory_gb)
+        if config.memory is not None:
+            return slot_of_parts(regions, total, config.memory)
+        if is_whole or there == whole:
+            return whole
+        if there != least and (2 * whole + self.beside) * self.neighbours <= self.free:
+            return whole
+        log.warning(
+            "two parts of each of %d rank(s) take %.2f GB of this node's memory: "
+            "trainer.checkpoint.memory=%g, which takes %.2f GB",
+            self.neighbours,
+            2 * whole * self.neighbours / 1e9,
+            LEAST_PARTS,
+            2 * least * self.neighbours / 1e9,
+        )
+        return least
+
+    def check(self, size: int, regions: list[Region]) -> None:
+        """Pages are touched at once: too little memory for two slots of that size must be an error
+        now, and not the end of some process. In a container what counts is its own limit, for memfd
+        too. Raises ValueError.
+        """
+        wanted, count = 2 * size + self.beside, self.neighbours
+        if wanted * count > self.free:
+            least = 2 * slot_of_parts(regions, extent(regions), LEAST_PARTS) + self.beside
+            raise ValueError(
+                f"staging checkpoints takes {wanted / 1e9:.2f} GB of host memory for each of "
+                f"{count} rank(s) of this node, {wanted * count / 1e9:.2f} GB, and "
+                f"{self.free / 1e9:.2f} GB are free: set trainer.checkpoint.memory={LEAST_PARTS:g} "
+                f"({least * count / 1e9:.2f} GB), or trainer.checkpoint.host_memory_gb to at most "
+                f"{self.free / count / 1.1e9:.2f}"
+            )
 
 
 class Slot:

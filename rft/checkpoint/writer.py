@@ -26,6 +26,7 @@ from rft.checkpoint.records import (
     Output,
     Patch,
     Receipt,
+    Window,
     decode_json,
     encode_json,
 )
@@ -154,6 +155,7 @@ class Writer:
         self.pace = pace
         self.started = time.monotonic()
         self.lost: set[str] = set()  # collections of what could not be kept
+        self.windows: list[Window] = []  # that were written
         self._keep = keep
         self._lose = lose
         self._streams: list[Stream] | None = None

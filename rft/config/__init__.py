@@ -37,6 +37,7 @@ from rft.config.derived import TRAINING as TRAINING
 from rft.config.derived import checkpoint_root as checkpoint_root
 from rft.config.derived import get as get
 from rft.config.derived import grace_of as grace_of
+from rft.config.derived import is_bitwise as is_bitwise
 from rft.config.derived import is_remote as is_remote
 from rft.config.derived import job_dir as job_dir
 from rft.config.explorer import AuxiliaryModelConfig as AuxiliaryModelConfig

@@ -37,6 +37,11 @@ def is_remote(config: Config) -> bool:
     return config.trainer.trainer_type == "tinker"
 
 
+def is_bitwise(config: Config) -> bool:
+    """Whether engines have the trainer's bits; a stage without engines has nothing to compare."""
+    return config.trainer_engine == "bitwise" and config.mode == "both"
+
+
 def grace_of(environment: Mapping[str, str]) -> float:
     """Before a terminal somebody waits; a Slurm job may have a large model to save."""
     return 120.0 if "SLURM_JOB_ID" in environment else 20.0

@@ -25,6 +25,7 @@ from rft.config.values import (
     Int,
     NonNegFloat,
     NonNegInt,
+    Parts,
     PosFloat,
     PosInt,
     RunPort,
@@ -191,8 +192,13 @@ class CheckpointConfig(Section):
     when_busy: Annotated[
         Literal["wait", "skip", "newest_wins"], "what a save does while both slots are in use"
     ] = "wait"
+    memory: Annotated[
+        Parts | None,
+        "host memory for staging, in parts of a rank; 2: the newest state stays whole in it, less: "
+        "what is on disk is written over; default: 2 where that fits, else 1.3",
+    ] = None
     host_memory_gb: Annotated[
-        PosFloat | None, "for staging, per rank; default: twice the rank's part of a checkpoint"
+        PosFloat | None, "the same in GB per rank; default: what memory says"
     ] = None
     rate_limit_mb: Annotated[NonNegFloat, "MB/s that one rank writes at most; 0: no limit"] = 0.0
     agent_deadline_s: Annotated[
@@ -245,6 +251,11 @@ class DriftConfig(Section):
         FiniteNonNegFloat,
         "share of the engine's experts that the trainer would not choose, on fresh tokens",
     ] = 0.2
+    gradient: Annotated[
+        FinitePosFloat | None,
+        "how far the loss's gradient is from that of REINFORCE, as a share of it, on fresh tokens; "
+        "default: 0.5, where both compute in fp32 0.2",
+    ] = None
     equal_answers: Annotated[
         FiniteNonNegFloat,
         "share of pairs of equal answers in a group, over what their probabilities and chance say",
@@ -486,6 +497,11 @@ class Config(Section):
     deterministic: Annotated[
         Bool, "repeatable and resumable bit by bit, and slow: see docs/deterministic.md"
     ] = False
+    trainer_engine: Annotated[
+        Literal["close", "bitwise"],
+        "how alike their log-probabilities are; bitwise: in every bit, with deterministic=true: "
+        "docs/deterministic.md",
+    ] = "close"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         "what ranks and engines compute on; auto: cuda where there is a GPU, found at the start",

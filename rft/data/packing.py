@@ -21,6 +21,7 @@ import numpy as np
 
 from rft.data.balance import Cost, assign, assign_chains, fill, refine
 from rft.data.prefixes import chains, shared_lengths
+from rft.data.runs import Numbers, Runs, expanded
 from rft.ground.experience import NO_EXPERT
 
 
@@ -31,8 +32,8 @@ class Row:
     tokens: np.ndarray  # int32
     trained: np.ndarray  # 1 where the token is a training target
     behaviour: np.ndarray  # the engine's log-probability of the token
-    advantage: np.ndarray
-    weight: np.ndarray  # global loss weight of the token, already divided by the global counts
+    advantage: Numbers
+    weight: Numbers  # global loss weight of the token, already divided by the global counts
     temperature: float = 1.0
     # more, by name; all rows of a step have the same
     scores: dict[str, np.ndarray] = field(default_factory=dict)
@@ -81,14 +82,14 @@ class Stacked:
 
     length: int  # of the microbatch, padding included
     tokens: np.ndarray  # int32 [tokens], the three below float32
-    weight: np.ndarray
-    behaviour: np.ndarray
-    advantage: np.ndarray
+    weight: Numbers
+    behaviour: Numbers
+    advantage: Numbers
     temperature: np.ndarray  # float32 [sequences]
     lengths: np.ndarray  # int32 [sequences]
     rows: np.ndarray  # as in `Packed`
     shared: np.ndarray
-    scores: dict[str, np.ndarray]  # float32 [tokens] each
+    scores: dict[str, Numbers]  # float32 [tokens] each
     routes: np.ndarray | None = None  # [tokens, layers, top_k]
 
     def packed(self) -> Packed:
@@ -96,12 +97,13 @@ class Stacked:
         total, ends = int(cu_seqlens[-1]), cu_seqlens[1:]
 
         def padded(values: np.ndarray, dtype: Any, padding: float = 0) -> np.ndarray:
-            out = np.full(self.length, padding, dtype=dtype)
+            out = np.empty(self.length, dtype=dtype)
             out[: len(values)] = values
+            out[len(values) :] = padding
             return out
 
-        def shifted(values: np.ndarray, dtype: Any) -> np.ndarray:
-            out = padded(values[1:], dtype)
+        def shifted(values: Numbers, dtype: Any) -> np.ndarray:
+            out = padded(expanded(values)[1:], dtype)
             out[ends[ends > 0] - 1] = 0  # behind a sequence comes none of its own
             return out
 
@@ -177,7 +179,7 @@ class Cut(Sequence[list[Stacked]]):
     def nbytes(self) -> int:
         """Of the rows' columns."""
         columns = (
-            (row.tokens, row.trained, row.weight, *(() if row.routes is None else (row.routes,)))
+            (row.tokens, row.behaviour, *(() if row.routes is None else (row.routes,)))
             for row in self.rows
         )
         return sum(column.nbytes for row in columns for column in row)
@@ -312,7 +314,8 @@ def _picked(rows: list[Row], chosen: list[int], pad: bool) -> list[Row]:
 
 def _lengthened(row: Row, length: int) -> Row:
     behind = (0, length - len(row.tokens))
-    arrays = (row.tokens, row.trained, row.behaviour, row.advantage, row.weight)
+    numbers = map(expanded, (row.advantage, row.weight))
+    arrays = (row.tokens, row.trained, row.behaviour, *numbers)
     scores = {name: np.pad(array, behind) for name, array in row.scores.items()}
     padded = (np.pad(array, behind) for array in arrays)
     routes = None if row.routes is None else lengthened(row.routes, length)
@@ -340,12 +343,18 @@ def _stacked(
     def joined(parts: list[np.ndarray], dtype: Any = np.float32) -> np.ndarray:
         return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype)
 
+    def numbers(parts: list[Numbers]) -> Numbers:
+        runs = [part for part in parts if isinstance(part, Runs)]
+        if runs and len(runs) == len(parts):
+            return Runs.joined(runs)
+        return joined(list(map(expanded, parts)))
+
     return Stacked(
         length=max(multiple, -(-int(lengths.sum()) // multiple) * multiple),
         tokens=joined([row.tokens for row in picked], np.int32),
-        weight=joined([row.weight * (row.trained > 0) for row in picked]),
+        weight=numbers([_weight(row) for row in picked]),
         behaviour=joined([row.behaviour for row in picked]),
-        advantage=joined([row.advantage for row in picked]),
+        advantage=numbers([row.advantage for row in picked]),
         temperature=np.array([row.temperature for row in picked], dtype=np.float32),
         lengths=lengths,
         rows=np.array(chosen, dtype=np.int32),
@@ -353,6 +362,11 @@ def _stacked(
         scores={name: joined([row.scores[name] for row in picked]) for name in scores},
         routes=joined_routes([row.routes for row in picked], lengths),
     )
+
+
+def _weight(row: Row) -> Numbers:
+    """Runs are those of what is trained."""
+    return row.weight if isinstance(row.weight, Runs) else row.weight * (row.trained > 0)
 
 
 def joined_routes(given: Sequence[np.ndarray | None], lengths: np.ndarray) -> np.ndarray | None:

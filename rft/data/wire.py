@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from rft.data.packing import NUMBERS, Packed, Stacked
+from rft.data.runs import Numbers, Runs
 
 SEQUENCES = {
     "temperature": np.float32,
@@ -61,8 +62,8 @@ def _told(stacked: Stacked) -> EncodedMicrobatch:
         stacked.length,
         stacked.tokens.data,
         [getattr(stacked, name).data for name in SEQUENCES],
-        [_runs(getattr(stacked, name)) for name in NUMBERS],
-        {name: _runs(values) for name, values in stacked.scores.items()},
+        [_column(getattr(stacked, name)) for name in NUMBERS],
+        {name: _column(values) for name, values in stacked.scores.items()},
         _told_routes(stacked.routes),
     )
 
@@ -84,26 +85,27 @@ def _stacked(told: EncodedMicrobatch) -> Stacked:
     return Stacked(
         length=told.length,
         tokens=np.frombuffer(told.tokens, dtype=np.int32),
-        scores={name: _of_runs(*column) for name, column in told.scores.items()},
+        scores={name: _numbers(*column) for name, column in told.scores.items()},
         routes=_routes(told.routes),
         **{
             name: np.frombuffer(raw, dtype=dtype)
             for (name, dtype), raw in zip(SEQUENCES.items(), told.sequences, strict=True)
         },
-        **{name: _of_runs(*column) for name, column in zip(NUMBERS, told.numbers, strict=True)},
+        **{name: _numbers(*column) for name, column in zip(NUMBERS, told.numbers, strict=True)},
     )
 
 
-def _runs(values: np.ndarray) -> Column:
-    """Of float32 values; equal are those of equal bits."""
-    bits = values.view(np.int32)
-    ends = bits[1:] != bits[:-1]
-    if 2 * (np.count_nonzero(ends) + 1) >= len(bits):
-        return values.data, memoryview(b"")
-    last = np.append(np.flatnonzero(ends), len(bits) - 1)
-    return values[last].data, np.diff(last, prepend=-1).astype(np.int32).data
+def _column(numbers: Numbers) -> Column:
+    """As runs, where that is shorter."""
+    if isinstance(numbers, np.ndarray) and len(numbers):
+        bits = numbers.view(np.int32)
+        if 2 * (np.count_nonzero(bits[1:] != bits[:-1]) + 1) < len(bits):
+            numbers = Runs.of(numbers)
+    if isinstance(numbers, Runs):
+        return numbers.values.data, numbers.counts.data
+    return numbers.data, memoryview(b"")
 
 
-def _of_runs(values: memoryview, counts: memoryview) -> np.ndarray:
+def _numbers(values: memoryview, counts: memoryview) -> Numbers:
     found = np.frombuffer(values, dtype=np.float32)
-    return np.repeat(found, np.frombuffer(counts, dtype=np.int32)) if len(counts) else found
+    return Runs(found, np.frombuffer(counts, dtype=np.int32)) if len(counts) else found

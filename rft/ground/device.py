@@ -62,6 +62,8 @@ NICE = 10  # a tenth of what others get of a core that both want
 HOST_TILE, CARD_TILE = 2**22, 2**28
 # elements of what operations on a CPU that follow each other work on: half a megabyte in fp32
 HOST_CACHE = 2**17
+# of cuBLAS and Transformer Engine: only kernels that give the same bits twice
+ORDERED = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 # Columns of a tile: with fewer, adding to the gradient of all hidden states takes longer than its
 # product, also where that leaves the cache; with more, a GPU gains nothing.
 LEAST_COLUMNS, MOST_COLUMNS = 512, 2**14
@@ -108,6 +110,14 @@ class Device:
             torch.cuda.set_device(self.index)
         else:
             torch.set_num_threads(self.threads)
+
+    def order_sums(self) -> None:
+        """On a GPU take only kernels that add up in one order. On a CPU all do."""
+        import torch
+
+        if self.kind == "cuda":
+            os.environ.update(ORDERED)
+            torch.use_deterministic_algorithms(True)
 
     def pin(self, address: int, size: int) -> None:
         """Page-lock host memory that CUDA did not allocate, so that copies to it run beside the

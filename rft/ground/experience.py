@@ -114,6 +114,8 @@ class GenerateRequest(Record, kw_only=True):
     request_id: str
     prompt: list[int]
     n: int = 1
+    # number of the first of them: seeds follow from numbers, so the others may be there already
+    first: int = 0
     sampling: Sampling
     # besides the model's own end of sequence; the one that was met is in the response
     stop_token_ids: list[int] = []

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rft.data.context_parallel import cp_positions
 from rft.data.prefixes import Computed
 from rft.ground.device import attention_dtype
+from rft.megatron.bitwise import Attended
 
 
 @dataclass(frozen=True)
@@ -291,16 +292,19 @@ class PackedAttention(nn.Module):
         if self.sinks:
             out = self._with_sinks(query, key, value, mask)
         else:
-            out = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=self.scale,
-                enable_gqa=heads != groups,
-            )
+            out = self._plain(query, key, value, mask)
         return out.to(q.dtype).transpose(1, 2).reshape(b * rows, -1)
+
+    def _plain(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
 
     def _with_sinks(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """A head's sink is the score of one more key, whose value is 0: queries have one more
@@ -320,6 +324,19 @@ class PackedAttention(nn.Module):
             attn_mask=F.pad(mask, (0, 1), value=mask.dtype == torch.bool),
             scale=scale,
         )
+
+
+class BitwiseAttention(PackedAttention):
+    """As engines attend that are to have the same bits."""
+
+    def _plain(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        rows, columns = query.shape[2], key.shape[2]
+        hidden = query.new_ones(1, rows, columns, dtype=torch.bool).triu(1)
+        if mask is not None:
+            hidden = mask[:, 0] < 0
+        scale = self.scale or query.shape[-1] ** -0.5
+        out: Tensor = Attended.apply(query, key, value, hidden, scale)
+        return out
 
 
 def _of_type(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

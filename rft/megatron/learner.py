@@ -71,7 +71,8 @@ class Learner(Network):
 
         No weight changes.
         """
-        totals = Totals(token_loss, self._counts, device=self.mesh.device.torch)
+        device, advised = self.mesh.device.torch, not self.is_critic
+        totals = Totals(token_loss, self._counts, device=device, advised=advised)
         for chunk in self.ddp:
             chunk.restore_grad_buffers(synchronize=False)  # where they were given back
             chunk.zero_grad_buffer()
@@ -147,6 +148,7 @@ class Learner(Network):
             "step": self.step,
             "updates": self.optimizer.updates,
             "weights": state.digest(self._shards, self.model),
+            "moments": state.digest_of(self.optimizer.held()),
         }
 
     @property

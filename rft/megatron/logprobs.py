@@ -31,6 +31,9 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from rft.ground.device import logit_columns
+from rft.megatron import bitwise
+
+APART = 1e-2  # of a norm; the noise of fp32 is below 1e-5, that of the TF32 of a GPU below 2e-3
 
 
 class _Sums:
@@ -149,6 +152,23 @@ class _LabelLogprobs(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
 
 
+class _BitwiseLogprobs(_LabelLogprobs):
+    """Of whole rows of logits, as an engine computes them; the gradient is that of tiles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        local: Tensor,
+        temperature: Tensor,
+        width: int,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        _, entropy = _LabelLogprobs.forward(ctx, hidden, weight, local, temperature, width, group)
+        return bitwise.label_logprobs(hidden, weight[:width], local, temperature), entropy
+
+
 def _tiles(
     hidden: Tensor, weight: Tensor, temperature: Tensor, width: int
 ) -> Iterator[tuple[slice, Tensor]]:
@@ -203,12 +223,14 @@ def label_logprobs(
     sequence_parallel: bool = False,
     trained: Tensor | None = None,
     source: Tensor | None = None,
+    to_the_bit: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [L] of `labels` [L] and entropies [L], both 0 but at the rows `trained`.
 
     `hidden` is [T, H] on every rank of `group`, or its T/tp rows with `sequence_parallel`; `weight`
     is this rank's shard, and `vocab` the true vocabulary size, without padding. `source` [L]: the
     row of `hidden` that predicts each label, some of them several; None: each its own, L = T.
+    `to_the_bit`: as an engine's.
     """
     if sequence_parallel:
         whole = gather_from_sequence_parallel_region(
@@ -223,13 +245,49 @@ def label_logprobs(
         whole = whole.index_select(0, source if trained is None else source[trained])
     elif trained is not None:
         whole = whole[trained]
+    compute = (_BitwiseLogprobs if to_the_bit else _LabelLogprobs).apply
     if trained is None:
-        return _LabelLogprobs.apply(whole, weight, labels - first, temperature, width, group)
-    found = _LabelLogprobs.apply(
-        whole, weight, labels[trained] - first, temperature[trained], width, group
-    )
+        return compute(whole, weight, labels - first, temperature, width, group)
+    found = compute(whole, weight, labels[trained] - first, temperature[trained], width, group)
     logprobs, entropy = (
         torch.zeros(len(labels), dtype=t.dtype, device=t.device).index_put((trained,), t)
         for t in found
     )
     return logprobs, entropy
+
+
+def check_label_logprobs(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Before a policy learns: on a few random tokens, whether values and gradients are those of the
+    closed form, in this group and on this device. A wrong gradient lowers no number of a run that
+    anybody looks at. Raises RuntimeError.
+    """
+    tokens, width, rows = 6, 8, 10
+    generator = torch.Generator().manual_seed(7)
+    hidden, weight, pull = (
+        torch.randn(shape, generator=generator, dtype=torch.float32)
+        for shape in ((tokens, width), (rows * group.size(), width), (tokens,))
+    )
+    labels = torch.randint(len(weight), (tokens,), generator=generator)
+    heat = torch.rand(tokens, generator=generator) + 0.5
+    whole, mine = hidden.double(), slice(group.rank() * rows, (group.rank() + 1) * rows)
+    logits = whole @ weight.double().T / heat[:, None]
+    p, chosen = logits.softmax(1), torch.nn.functional.one_hot(labels, len(weight))
+    slope = (chosen - p) * (pull / heat)[:, None]
+    wanted = (p.log().gather(1, labels[:, None])[:, 0], slope @ weight.double(), slope.T @ whole)
+    given = hidden.to(device).requires_grad_(), weight[mine].to(device).requires_grad_()
+    found, _ = label_logprobs(
+        *given, labels.to(device), heat.to(device), len(weight), group, sequence_parallel=False
+    )
+    slopes = torch.autograd.grad((found * pull.to(device)).sum(), given)
+    for what, one, right in zip(
+        ("log-probabilities", "gradients of hidden states", "gradients of the output layer"),
+        (found.detach(), *slopes),
+        (*wanted[:2], wanted[2][mine]),
+        strict=True,
+    ):
+        error = float((one.double().cpu() - right).norm() / right.norm())
+        if not error < APART:
+            raise RuntimeError(
+                f"{what} are off by {error:.1e} of their norm on {device}, before anything was "
+                f"trained: they are computed wrongly here; docs/truth.md"
+            )

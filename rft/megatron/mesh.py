@@ -61,12 +61,19 @@ class Mesh:
     """Rank facts and collectives. `tp`, `pp`, `cp`, `dp` are sizes, `tp_rank` ... this rank's
     places.
 
+    `bitwise`: log-probabilities are to be those of an engine to the bit (`rft.megatron.bitwise`).
     `vpp`: parts of the model per pipeline stage. `place`: the facts that decide which weights are
     here; layers of experts are spread otherwise over the same ranks, `place.ep` x `place.etp`.
     """
 
-    def __init__(self, config: MegatronConfig, device: Device, timeout_s: float = 1800.0):
-        self.device = device
+    def __init__(
+        self,
+        config: MegatronConfig,
+        device: Device,
+        timeout_s: float = 1800.0,
+        bitwise: bool = False,
+    ):
+        self.device, self.bitwise = device, bitwise
         self.timeout = collective_timeout(timeout_s)
         self._join()
         parallel_state.initialize_model_parallel(
@@ -173,11 +180,13 @@ class Mesh:
             data = self._spread(self._receive_part() if self._is_lead else None)
             own = Microbatches(data.numpy().data)
         else:
-            self._send_parts(parts)
+            sends = self._send_parts(parts)
             data = encode_part(parts[self.dp_rank])
             if self.world > self.dp:
                 self._spread(_tensor(data))
             own = Microbatches(data)
+            for send in sends:
+                send.wait()
         return own
 
     @property
@@ -185,16 +194,15 @@ class Mesh:
         """Of the ranks of its data-parallel index, the one that rank 0 speaks to."""
         return not (self.tp_rank or self.cp_rank or self.pp_rank)
 
-    def _send_parts(self, parts: Sequence[list[Stacked]]) -> None:
-        """To the other leads."""
+    def _send_parts(self, parts: Sequence[list[Stacked]]) -> list[dist.Work]:
+        """To the other leads; what is under way then."""
         sends = []
         for rank, (index, is_lead) in enumerate(self._places):
             if rank and is_lead:
                 data = _tensor(encode_part(parts[index]))
                 for message in (torch.tensor([len(data)]), data):
                     sends.append(dist.isend(message, rank, group=self._control))
-        for send in sends:
-            send.wait()
+        return sends
 
     def _receive_part(self) -> torch.Tensor:
         size = torch.zeros(1, dtype=torch.int64)

@@ -36,6 +36,7 @@ from rft.ground.adapters import SUFFIXES, Lora
 from rft.ground.families import rope_of, sums_to_one, window_of, windowed
 from rft.ground.names import Dims, Latent, bind
 from rft.megatron.attention import (
+    BitwiseAttention,
     KernelAttention,
     KernelPacking,
     PackedAttention,
@@ -321,6 +322,8 @@ def block_spec(
     ]
     made = _engine_layer if with_engine else _own_layer
     kinds = {kind: made(config, kind) for kind in set(mixed)}
+    if mesh.bitwise:
+        kinds[False].submodules.self_attention.submodules.core_attention = BitwiseAttention
     if "sigmoid" in dims.features and True in kinds:
         submodules(kinds[True].submodules.mlp).router = BiasedRouter
     if "biases" in dims.features and not with_engine:

@@ -29,7 +29,7 @@ from rft.ground.device import default_dtype, torch_dtype
 from rft.ground.errors import ConfigError
 from rft.ground.families import routing_of
 from rft.ground.names import Dims, read_hf_config
-from rft.megatron import kernels, overrides, replay, weights
+from rft.megatron import bitwise, kernels, overrides, replay, weights
 from rft.megatron import model as models
 from rft.megatron.logprobs import label_logprobs
 from rft.megatron.lora_layers import freeze_all_but_adapters
@@ -78,7 +78,7 @@ class Network:
         self.multiple = multiple_of(
             mesh.tp if mesh.sequence_parallel else 1,
             mesh.cp,
-            overrides.FP8_TOKENS if more.get("fp8") else 1,
+            overrides.FP8_TOKENS if more.get("fp8") else bitwise.ROWS if mesh.bitwise else 1,
         )
         self.lora = lora_of(lora_configs or [], self.dims)
         if not kernels.uses_transformer_engine(mesh.device):
@@ -149,6 +149,7 @@ class Network:
             self.mesh.sequence_parallel,
             trained,
             micro.source,
+            self.mesh.bitwise,
         )
 
     @property

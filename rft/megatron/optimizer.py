@@ -126,6 +126,11 @@ class Optimizer:
                 for group in part.optimizer.param_groups:
                     group["step"] = updates
 
+    def held(self) -> list[torch.Tensor]:
+        """All that the next update depends on, beside gradients and weights."""
+        states = [state for part in self.parts for state in part.optimizer.state.values()]
+        return [one for state in states for one in state.values() if torch.is_tensor(one)]
+
     def shards(self) -> list[tuple[torch.nn.Parameter, tuple[int, int], dict[str, torch.Tensor]]]:
         """Per model parameter of which this rank updates a range: (parameter, [start, stop), named
         state of that range).

@@ -323,8 +323,10 @@ def _fill_deterministic(config: Config) -> None:
     one key wins here.
 
     Floating-point sums change with the batch that a sequence is computed in and with a prefix taken
-    from the cache, and with staleness it would be a matter of time which version samples a group.
+    from the cache, unless engines are to compute as the trainer does (`trainer_engine=bitwise`);
+    and with staleness it would be a matter of time which version samples a group.
     """
     rollout = config.explorer.rollout_model
-    rollout.max_num_seqs, rollout.enable_prefix_caching = 1, False
+    if config.trainer_engine != "bitwise":
+        rollout.max_num_seqs, rollout.enable_prefix_caching = 1, False
     config.synchronizer.max_staleness = 0

@@ -24,6 +24,7 @@ from rft.config import (
     ConfigError,
     checkpoint_root,
     get,
+    is_bitwise,
     is_remote,
     job_dir,
 )
@@ -31,7 +32,7 @@ from rft.config.layout import HELD, check_layout, lora_of, stored_bytes, sync_of
 from rft.ground import host_memory, hubs
 from rft.ground.adapters import Lora, adapter_names
 from rft.ground.errors import all_of, problems_of
-from rft.ground.families import num_experts
+from rft.ground.families import num_experts, rope_of
 from rft.ground.names import Dims, architecture_of, hf_names, is_expert, read_hf_config
 from rft.megatron import overrides
 from rft.preflight import memory_plan
@@ -43,6 +44,8 @@ from rft.sync import plan as plans
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store lies
 ROUTES = "explorer.rollout_model.enable_return_routed_experts"
 MODEL, SERVICE_TRAINS = "model.model_path", "trainer.trainer_type"
+BITWISE_FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+BITWISE_ROPES = ("default", "llama3")
 BESIDE_POLICY_WITH = {  # model beside the policy, what needs it, and a key that makes it needed
     "model.ref_model_path": (recipe.needs_reference, "algorithm.kl_loss_fn=k2"),
     "model.critic_model_path": (recipe.needs_critic, "algorithm.algorithm_type=ppo"),
@@ -136,6 +139,18 @@ def _engine_cut(c: Config) -> Iterator[str]:
         yield f"explorer.rollout_model.tensor_parallel_size={tp} {problem}"
 
 
+def _bitwise(c: Config) -> Iterator[str]:
+    """Families whose engine has been given the trainer's own functions."""
+    hf = _hf(c)
+    family, rope = architecture_of(hf), str(rope_of(hf)["rope_type"])
+    if family not in BITWISE_FAMILIES or rope not in BITWISE_ROPES:
+        yield (
+            f"model.model_path: trainer_engine=bitwise with {family} and rope_type={rope}: only "
+            f"{', '.join(BITWISE_FAMILIES)} with {' or '.join(BITWISE_ROPES)} are computed alike "
+            "on both sides; use one of them, or trainer_engine=close"
+        )
+
+
 def _lengths(c: Config) -> Iterator[str]:
     """Rows D5 and D6 of the feature table: what is given wins, the rest follows, nothing exceeds
     the model's context.
@@ -217,6 +232,11 @@ MODELS = (
         "trainer.dtype",
     ),
     Rule(f"explorer.rollout_model.tensor_parallel_size {MODEL} {SERVICE_TRAINS}", _engine_cut),
+    Rule(
+        f"{MODEL} trainer_engine mode",
+        _bitwise,
+        applies=is_bitwise,
+    ),
     Rule(
         f"{ROUTES} explorer.rollout_model.enable_prefix_caching {MODEL} device {SERVICE_TRAINS}",
         _routes,
@@ -477,8 +497,9 @@ PLACES = (  # tried at a start only
         late=True,
     ),
     Rule(
-        "trainer.checkpoint.host_memory_gb trainer.num_ranks trainer.dtype trainer.megatron device "
-        "mode cluster.node_num cluster.ray_address cluster.colocate explorer.rollout_model "
+        "trainer.checkpoint.host_memory_gb trainer.checkpoint.memory trainer.num_ranks "
+        "trainer.dtype trainer.megatron device mode cluster.node_num cluster.ray_address "
+        "cluster.colocate explorer.rollout_model "
         f"synchronizer.sync_method synchronizer.receive model.lora_configs {MODEL} {AUXILIARY} "
         f"{SERVICE_TRAINS} "
         "trainer.max_token_len_per_gpu model.teacher_model_path",

@@ -148,7 +148,11 @@ def plan(config: Config) -> MemoryPlan:
         logits=logits(dims, config, tokens),
         update=mine * item * (config.device == "cpu"),
         transfer=ends[0].bytes() if ends else 0,
-        staging=(2 * saved if budget is None else min(int(budget * 1e9), 2 * saved)) + others,
+        staging=others
+        + min(
+            int((checkpoint.memory or 2) * saved),
+            int(budget * 1e9) if budget is not None else 2 * saved,
+        ),
         checkpoint=stored,
         export=trained * item,
         engine_weights=total * ITEM_BYTES[DTYPES[str(rollout.dtype)]] // workers,

@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import get_args
 
-from rft.config import Config, arguments, engine_arguments, get, nearest
+from rft.config import Config, arguments, engine_arguments, get, is_bitwise, nearest
 from rft.monitor.sinks import SERVICES, Mode
-from rft.preflight.rules import Rule, among
+from rft.preflight.rules import Rule, among, tasksets
 from rft.preflight.rules_data import BUFFER, REPLAY, has_buffer
 from rft.preflight.rules_trainer import TYPE
 from rft.sync import style
@@ -20,6 +20,8 @@ from rft.trainer.feed import is_supervised
 # modes of a trainer without engines, and of engines without a trainer
 APART = ("train", "explore", "serve")
 AUXILIARY = "explorer.auxiliary_models"
+ARGUMENTS = "explorer.rollout_model.engine_args"
+APART_BY = "trainer_engine=close, which is near in fp32: 1e-4"
 NAME = re.compile(r"[\w.@-]{1,64}")  # it stands in addresses
 FORBIDDEN = re.compile(r"[\x00-\x1f\\*?\"<>|]")
 SHARED, MOST_SHARED = 0.5, 0.6  # of a card's memory, for an engine beside a trainer
@@ -36,10 +38,28 @@ COLOCATED = {  # what taking turns needs of other keys, and why
     "cluster.ray_address": (None, "the engines must be on the trainer's own machine"),
 }
 DETERMINISTIC = {
-    "device": "cpu",
     "synchronizer.sync_interval": 1,
     "synchronizer.sync_offset": 0,
 }
+ORDER = "sums over ranks come in another order than the engine's"
+BITWISE = {  # what the same bits need of other keys, and why
+    "deterministic": (True, "a group must be sampled from the version that is trained"),
+    "explorer.rollout_model.tensor_parallel_size": (1, ORDER),
+    "trainer.megatron.tensor_model_parallel_size": (1, ORDER),
+    "trainer.megatron.pipeline_model_parallel_size": (1, "it was never compared"),
+    "trainer.megatron.context_parallel_size": (1, ORDER),
+    "model.lora_configs": ([], "an engine multiplies by an adapter in another order"),
+    "model.min_response_tokens": (0, "the engine hides the end token, which the trainer counts"),
+}
+BITWISE_ON_CPU = {
+    "trainer.dtype": ("fp32", "bf16 is rounded at other places"),
+    "explorer.rollout_model.dtype": ("fp32", "bf16 is rounded at other places"),
+    "explorer.rollout_model.enforce_eager": (True, "a compiled layer is not the trainer's"),
+    "cluster.threads_per_rank": (1, "a row that two threads share is cut by how many there are"),
+    "cluster.threads_per_engine": (1, "a row that two threads share is cut by how many there are"),
+}
+# of vLLM's arguments: they change which rows are computed together, and no row
+HARMLESS = ("max_num_batched_tokens", "block_size")
 
 
 def _names(c: Config) -> Iterator[str]:
@@ -159,6 +179,40 @@ def _only_deterministic(key: str, only: str | int) -> Rule:
     )
 
 
+def _only_bitwise(key: str, only: object, why: str, kinds: str) -> Rule:
+    fix = "leave it out" if only == [] else f"set {key}={str(only).lower()}"
+    return Rule(
+        f"{key} trainer_engine device mode",
+        lambda c: is_bitwise(c) and c.device in kinds.split() and get(c, key) != only,
+        lambda c: (
+            f"trainer_engine=bitwise with {key}={_said(get(c, key))}: {why}; {fix}, or {APART_BY}"
+        ),
+    )
+
+
+def _said(value: object) -> str:
+    return "[...]" if isinstance(value, list) else str(value).lower()
+
+
+def _drawn_otherwise(c: Config) -> Iterator[str]:
+    """Log-probabilities are those of the distribution that was sampled from."""
+    for key, taskset, is_eval in () if not is_bitwise(c) else tasksets(c):
+        for name, off in (("top_p", 1.0), ("top_k", -1)):
+            if not is_eval and getattr(taskset.rollout_args, name) not in (None, off):
+                yield (
+                    f"{key}.rollout_args.{name} with trainer_engine=bitwise: the engine leaves out "
+                    f"words that the trainer counts; leave it out, or {APART_BY}"
+                )
+
+
+def _other_kernels(c: Config) -> Iterator[str]:
+    for name in sorted(set(get(c, ARGUMENTS)) - set(HARMLESS)) if is_bitwise(c) else ():
+        yield (
+            f"{ARGUMENTS}.{name} with trainer_engine=bitwise: of vLLM's arguments only "
+            f"{', '.join(HARMLESS)} are known to change no row; leave it out, or {APART_BY}"
+        )
+
+
 def _only_colocated(key: str, only: str | int | None, why: str) -> Rule:
     fix = "leave that out" if only is None else f"set {key}={only}"
     return Rule(
@@ -172,7 +226,17 @@ def _only_colocated(key: str, only: str | int | None, why: str) -> Rule:
 
 SHARE = "explorer.rollout_model.gpu_memory_utilization"
 DEVICES = (
+    Rule(
+        "device deterministic trainer_engine",
+        lambda c: c.deterministic and c.device != "cpu" and c.trainer_engine != "bitwise",
+        "deterministic=true with device={device}: it is only kept with device=cpu, set that, or "
+        "trainer_engine=bitwise, which takes kernels of one order there",
+    ),
     *(_only_deterministic(key, only) for key, only in DETERMINISTIC.items()),
+    *(_only_bitwise(key, only, why, "cpu cuda") for key, (only, why) in BITWISE.items()),
+    *(_only_bitwise(key, only, why, "cpu") for key, (only, why) in BITWISE_ON_CPU.items()),
+    Rule("buffer.explorer_input trainer_engine mode", _drawn_otherwise),
+    Rule(f"{ARGUMENTS} trainer_engine mode", _other_kernels),
     *(_only_colocated(key, only, why) for key, (only, why) in COLOCATED.items()),
     Rule(
         f"{SHARE} device cluster.colocate",
@@ -287,7 +351,6 @@ def _parsers(c: Config) -> Iterator[str]:
                 yield nearest(name, known, f"{key}.{word}")
 
 
-ARGUMENTS = "explorer.rollout_model.engine_args"
 ENGINES = (
     Rule(AUXILIARY, _auxiliary),
     Rule(AUXILIARY, _arguments),

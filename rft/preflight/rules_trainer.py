@@ -48,6 +48,7 @@ IDLE = {  # keys of a model on one's own machines, and why they mean nothing to 
     "model.ref_model_path": "a KL term compares with model.tinker.base_model",
     "model.min_response_tokens": "the service knows no shortest response",
     "deterministic": "nobody promises that the service computes the same twice",
+    "trainer_engine": "nobody promises that its samplers compute as its trainers do",
     "synchronizer.bucket_bytes": BY_PATH,
     "synchronizer.receive": BY_PATH,
     "synchronizer.sync": BY_PATH,
@@ -309,6 +310,20 @@ CHECKPOINT = (
         lambda c: c.trainer.checkpoint.replicas and not c.trainer.memory_interval,
         "trainer.checkpoint.replicas={trainer.checkpoint.replicas} are of states in memory, and "
         "trainer.memory_interval=0 keeps none: set it to 1, or replicas to 0",
+    ),
+    Rule(
+        "trainer.memory_interval trainer.checkpoint.memory",
+        lambda c: c.trainer.memory_interval and (c.trainer.checkpoint.memory or 2) < 2,
+        "trainer.memory_interval={trainer.memory_interval} keeps each state whole, beside the next "
+        "one: trainer.checkpoint.memory={trainer.checkpoint.memory:g} has no room for two; set "
+        "memory=2, or trainer.memory_interval=0 and save_interval",
+    ),
+    Rule(
+        "trainer.checkpoint.memory trainer.checkpoint.host_memory_gb",
+        lambda c: c.trainer.checkpoint.memory and c.trainer.checkpoint.host_memory_gb,
+        "trainer.checkpoint.memory={trainer.checkpoint.memory:g} and "
+        "host_memory_gb={trainer.checkpoint.host_memory_gb:g} say the same in parts and in GB: "
+        "leave one of them out",
     ),
     Rule("trainer.checkpoint.storage", _storage),
     Rule(

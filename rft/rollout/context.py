@@ -27,6 +27,7 @@ from rft.config import ExplorerConfig, ModelConfig
 from rft.data.chat import end_of_turn, load_tokenizer, render_follow_up, render_prompt
 from rft.ground.columns import Ids, behind
 from rft.ground.experience import Completion, Experience, GenerateRequest, Sampling, Task
+from rft.rollout.answers import RunAnswers
 from rft.rollout.environments import Environments
 from rft.rollout.pool import EngineHandle, EnginePool
 from rft.rollout.reward_pool import RewardPool
@@ -102,7 +103,9 @@ class Endpoint(Protocol):
     @property
     def others(self) -> Mapping[str, AuxiliaryModel]: ...
     def base_url(self, session: str, model: str = "") -> str: ...
-    def open_session(self, sampling: Sampling, may_reward: bool = False) -> AgentSession: ...
+    def open_session(
+        self, sampling: Sampling, may_reward: bool = False, answers: RunAnswers | None = None
+    ) -> AgentSession: ...
     def close_session(self, session: str) -> None: ...
     def stats(self) -> dict[str, float]: ...
     async def close(self) -> None: ...
@@ -166,8 +169,12 @@ class Shared:
 class WorkflowContext:
     """One per attempt at a task, or per run of one."""
 
-    def __init__(self, shared: Shared, request: str, stream: str):
+    def __init__(
+        self, shared: Shared, request: str, stream: str, answers: RunAnswers | None = None
+    ):
+        """`answers`: to whom those of this run's requests are told, and who knows them again."""
         self.shared = shared
+        self.answers = answers
         self.request = request
         self.stream = stream  # of seeds: the same for every run, engine and start of this attempt
         self.calls = 0
@@ -270,10 +277,21 @@ class WorkflowContext:
             sampling=sampling,
             stop_token_ids=[self.shared.stop_token],
         )
-        made = await self._doing("generating", self.shared.pool.generate(request))
+        # of a first request nobody knows whether another one follows
+        several = prompt_length is not None or self.calls > 1
+        made = await self._doing("generating", self._complete(request, several, run))
         if self.shared.keeps_history:
             self._history += [recorded(prompt, one, sampling) for one in made]
         return made
+
+    async def _complete(
+        self, request: GenerateRequest, several: bool, run: int | None
+    ) -> list[Completion]:
+        """`several`: this run has asked before, or asks on."""
+        if self.answers is None:
+            return await self.shared.pool.generate(request)
+        answers = self.answers if run is None else self.answers.part(f"r{run}")
+        return await answers.complete(request, ahead=several)
 
     async def score(
         self, task: Task, responses: list[str], tokens: list[int] | None = None
@@ -353,8 +371,10 @@ class WorkflowContext:
         """A session of the endpoint for one run of an agent; closed with this attempt.
         `may_reward`: its key posts its reward.
         """
-        sampling = self._seeded(sampling, f"session {len(self._sessions)}")
-        self._sessions.append(self._endpoint.open_session(sampling, may_reward))
+        name = f"session {len(self._sessions)}"
+        sampling = self._seeded(sampling, name)
+        answers = None if self.answers is None else self.answers.part(name)
+        self._sessions.append(self._endpoint.open_session(sampling, may_reward, answers))
         return self._sessions[-1]
 
     def agent_slot(self) -> asyncio.Semaphore:

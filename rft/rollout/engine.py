@@ -67,6 +67,15 @@ LATENT_ON_CPU = {
     "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
     "attention_backend": "CPU_MLA",
 }
+# Rows that depend on no other row: on a CPU by rft.sync.worker, which reads this in every process
+# of vLLM's, and the rotation is torch's there; on a GPU by vLLM itself. Prompts are not cut there:
+# vLLM 0.32 would wind a request's own generator back after each part but the last, which a CPU's
+# cannot.
+BITWISE = {"cpu": "RFT_BITWISE", "cuda": "VLLM_BATCH_INVARIANT"}
+BITWISE_ON_CPU = {
+    "compilation_config": LATENT_ON_CPU["compilation_config"],
+    "enable_chunked_prefill": False,
+}
 # Found by vLLM through its plugin entry point and by name; this package does not import rft.sync.
 WEIGHT_BACKEND, WORKER_EXTENSION = "rft", "rft.sync.worker.WorkerExtension"
 # The share that vLLM wants to see free as it starts, whatever its cache is told to be. A trainer on
@@ -110,6 +119,7 @@ class RolloutEngine(EngineRoutes):
         adapters: int = 0,
         colocated: bool = False,
         cluster: str | None = None,
+        bitwise: bool = False,
     ):
         super().__init__(name, model, rollout.tensor_parallel_size, adapters, cluster)
         self.rollout = rollout
@@ -118,9 +128,11 @@ class RolloutEngine(EngineRoutes):
         self.device_kind = device_kind
         self.max_model_len = max_model_len
         self.requests = self._running = 0
+        self._served: dict[str, ServedAdapter | None] = {}  # by requests that are under way
         self.tokens = 0
         self.cached = 0  # prompt tokens whose keys and values were there already
         self.colocated = colocated  # the trainer has the same devices
+        self.bitwise = bitwise  # log-probabilities are to be the trainer's, in every bit
         self._broken: asyncio.Future[None] | None = None
         self._stopping = False
         self._first: float | None = None  # when its first request came
@@ -135,6 +147,8 @@ class RolloutEngine(EngineRoutes):
         """
         began = time.monotonic()
         os.environ.update(environment(self.device_kind, self.threads, self.workers))
+        if self.bitwise:
+            os.environ[BITWISE[self.device_kind]] = "1"
         hubs.bring(self.model.model_path, code=self.model.trust_remote_code)
         import vllm
 
@@ -217,6 +231,8 @@ class RolloutEngine(EngineRoutes):
         if self.device_kind == "cpu":
             # explicit: vLLM skips its warm-up
             cache = {"kv_cache_memory_bytes": int(self.rollout.kv_cache_gb * GIB)}
+            if self.bitwise:
+                return cache | BITWISE_ON_CPU
             return cache | (LATENT_ON_CPU if has_latent_attention(self.model.model_path) else {})
         share = self.rollout.gpu_memory_utilization
         if not self.colocated:
@@ -284,12 +300,33 @@ class RolloutEngine(EngineRoutes):
             prompt["cache_salt"] = f"weights {self._version}"
         output: RequestOutput | None = None
         lora = served.request() if served else None
-        async for made in llm.generate(prompt, params, asked.request_id, lora_request=lora):
-            output = made
+        self._served[asked.request_id] = served
+        try:
+            async for made in llm.generate(prompt, params, asked.request_id, lora_request=lora):
+                output = made
+        finally:
+            del self._served[asked.request_id]
         assert output is not None and output.finished, (
             "vLLM ended a request without its final output"
         )
         return output
+
+    async def finished(self, asked: dict[str, list[int]]) -> bytes:
+        """Of requests that are under way, each with the places of samples that are known: encoded
+        {request: {place: `Completion`}} of the others that are finished.
+        """
+        if self.llm is None or self.tells_routes:  # routes are told of whole answers
+            return encode({})
+        found = {}
+        for parent in list(self.llm.output_processor.parent_requests.values()):
+            name = parent.external_req_id
+            if name in asked and name in self._served:
+                found[name] = {
+                    made.index: completion(self.name, made, self._served[name])
+                    for made in parent.output_aggregator
+                    if made is not None and made.index not in asked[name]
+                }
+        return encode(found)
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns what it has, with stop "abort"."""
@@ -480,7 +517,7 @@ def sampling_params(asked: GenerateRequest, room: int) -> "SamplingParams":
         top_k=sampling.top_k,
         max_tokens=min(sampling.max_tokens, room),
         min_tokens=min(sampling.min_tokens, room),
-        seed=None if sampling.seed is None else spread(sampling.seed),
+        seed=None if sampling.seed is None else spread(sampling.seed) + asked.first,
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         stop=asked.stop,

@@ -16,14 +16,14 @@ What happens to one task is `rft.rollout.runner`, what its workflow may do `cont
 evaluations are `evaluation`.
 
 `hold` ends what is being sampled before a trainer that came back publishes its weights: those may
-be older than what a group was admitted with, and its step too late for them. So each group is
-sampled whole, from a version that its step may train, and in a deterministic run with the same
-seeds however often it starts.
+be older than what a group was admitted with, and its step too late for them. So each sample of a
+group is of versions that its step may train, and in a deterministic run has the same seed however
+often the group starts. What was answered before is kept (`rft.rollout.answers`).
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -43,6 +43,7 @@ from rft.ground.experience import (
 from rft.ground.protocols import RETURN_S, ActorHandle
 from rft.monitor import trace
 from rft.rollout import workflows
+from rft.rollout.answers import AnswerKeeper, Kept
 from rft.rollout.context import Endpoint, Shared
 from rft.rollout.engine import EngineUnavailable, RolloutEngine
 from rft.rollout.evaluation import Evaluator
@@ -136,6 +137,7 @@ class Explorer:
         # the buffer would get none.
         self.at_most, self.a_few = max(1, batch_size // 4), config.runner_per_model // 8
         self.put = CallBatcher(self._put, lambda: len(self.groups))
+        self.keeper = AnswerKeeper(self._answered)
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
         self.runners = self.pool.slots(config.runner_per_model)
@@ -174,6 +176,8 @@ class Explorer:
             )
         if self.synchronizer is not None:
             self._keep(self.pool.follow(self.synchronizer))
+        if self.buffer is not None:
+            self._keep(self.keeper.follow(self.pool))
         if self.config.runner_state_report_interval > 0:
             self._keep(self._report())
         freeze_loaded()
@@ -229,7 +233,7 @@ class Explorer:
         publish what it resumed from.
 
         The groups stay unfinished; each waits until the buffer admits it again, at the version that
-        it belongs to.
+        it belongs to, and keeps what was answered.
         """
         self.may_sample.clear()
         self.holds += 1
@@ -258,9 +262,10 @@ class Explorer:
             self.taskset.seek(start["cursor"])
         if self.taskset.learns:
             self.taskset.recall(start["told"], [task for _, task in unfinished])
-        # left by an earlier process: the same numbers, sampled again
+        # left by an earlier process: the same numbers, and only what is missing is sampled
         for group, task in unfinished:
-            await self._launch(group, task, await self._readmit(group))
+            holds, kept = await self._readmit(group)
+            await self._launch(group, task, holds, kept)
         tasks, found = iter(self.taskset), []
         while found := found or await self._next(tasks):
             holds, asked = self.holds, [(for_journal(task), cursor) for task, cursor in found]
@@ -318,22 +323,22 @@ class Explorer:
         job.add_done_callback(self._settle)
         self.background.append(job)
 
-    async def _readmit(self, group: int) -> int:
-        """Wait until an unfinished group may start anew; returns
-        the number of holds before that.
+    async def _readmit(self, group: int) -> tuple[int, list[bytes]]:
+        """Wait until an unfinished group may start anew; returns the number of holds before that,
+        and what engines have answered to it.
         """
         while True:
             await self.may_sample.wait()
             holds = self.holds
-            await self._ask(
+            kept = await self._ask(
                 *(ExperienceBuffer.readmit, self.config.name, group), within_s=self.patience_s
             )
             if holds == self.holds:
-                return holds
+                return holds, kept
 
-    async def _launch(self, group: int, task: Task, holds: int) -> None:
+    async def _launch(self, group: int, task: Task, holds: int, kept: Sequence[bytes] = ()) -> None:
         await self.runners.acquire()
-        job = asyncio.create_task(self._run_group(group, task, holds))
+        job = asyncio.create_task(self._run_group(group, task, holds, kept))
         self.groups.add(job)
         trace.count("groups", len(self.groups))
         job.add_done_callback(self._group_done)
@@ -354,10 +359,17 @@ class Explorer:
                 error if isinstance(error, AllTasksFail) else RuntimeError(one_line(error))
             )
 
-    async def _run_group(self, group: int, task: Task, holds: int) -> None:
+    async def _run_group(self, group: int, task: Task, holds: int, kept: Sequence[bytes]) -> None:
         """Run one task with retries inside one total time; store
-        what came out or count the failure.
+        what came out or count the failure. `kept`: answers to it from before a restart.
         """
+        self.keeper.begin(group, kept)
+        try:
+            await self._finish(group, task, holds)
+        finally:
+            self.keeper.end(group)
+
+    async def _finish(self, group: int, task: Task, holds: int) -> None:
         try:
             experiences, dropped_by, value = await self._make(group, task, holds)
         except (
@@ -408,6 +420,9 @@ class Explorer:
     async def _put(self, puts: list[tuple[int, bytes, list[Any] | None]]) -> None:
         await self._ask(ExperienceBuffer.put_some, puts)
 
+    async def _answered(self, answers: list[Kept]) -> None:
+        await self._ask(ExperienceBuffer.answered, answers)
+
     async def _abandon(self, group: int, task: Task, cause: str) -> None:
         trace.instant("task failed", task=task.id, cause=cause)
         await self._ask(ExperienceBuffer.abandon, group, cause)
@@ -454,18 +469,21 @@ class Explorer:
             )
 
     async def _sample(self, group: int, task: Task, holds: int) -> list[Experience]:
-        """Run it, from the start again after each `hold`.
+        """Run it, from the start again after each `hold`, but for what was answered.
 
         `holds`: how many there were when the group was admitted.
         """
         while True:
+            answers = self.keeper.of(group)
             if holds != self.holds:
-                holds = await self._readmit(group)
+                await answers.keep()
+                holds, kept = await self._readmit(group)
+                answers = self.keeper.begin(group, kept)
             if group in self.cut:  # before it began
                 raise GroupCancelled(
                     "never begun: its step had enough other tasks (explorer.over_rollout)"
                 )
-            job = asyncio.create_task(self.runner.run(group, task, holds))
+            job = asyncio.create_task(self.runner.run(group, task, holds, answers))
             self.sampling[job] = None
             try:
                 return await job
@@ -544,9 +562,10 @@ class Explorer:
         """The numbers of engine pool, runners and endpoint, and how idle the engines were and what
         the pipeline did since the last call, for the metrics of a step.
         """
+        kept = {"rollout/samples_kept": float(self.keeper.again)}
         piped = self.pipeline.pop_metrics() if self.pipeline is not None else {}
         idle = await self.pool.idleness()
-        return self.pool.stats() | idle | self.runner.stats() | self.shared.stats() | piped
+        return self.pool.stats() | idle | self.runner.stats() | kept | self.shared.stats() | piped
 
     async def drain(self, engine: str) -> None:
         """Ask this engine for nothing more; return when it has

@@ -7,18 +7,21 @@ sequences in flight.
 
 In: `GenerateRequest`s from workflows; engines by name, all at once (`engines`: they are fixed, and
 a death is the caller's failure) or as the synchronizer admits them (`follow`). Out:
-`Completion`s. Invariants: a request runs on one engine at a time, from the start again on another
-one when that dies, and what it answers is of one engine; an engine that died or refused is asked
-again only after the synchronizer has admitted it anew; when the caller of a request gives up (is
-cancelled), the engine is told to stop working on it.
+`Completion`s. Invariants: a sample is of one engine; when that dies, those that it had finished and
+`look` has seen are there, and another one is asked for the rest; an engine that died or refused is
+asked again only after the synchronizer has admitted it anew; when the caller of a request gives up
+(is cancelled), the engine is told to stop working on it.
 """
 
 import asyncio
 import time
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
+
+import msgspec
 
 from rft.ground.experience import Completion, GenerateRequest, decode, encode
 from rft.ground.protocols import ActorHandle
@@ -50,6 +53,27 @@ class Member:
     def take(self, count: int) -> None:
         self.load += count
         self.idle.set() if self.load == 0 else self.idle.clear()
+
+
+@dataclass(eq=False)
+class PooledRequest:
+    """A request that an engine works on. `here`: samples of the caller's that are there, by number:
+    this request's, and those of others for the rest.
+    """
+
+    request: GenerateRequest
+    member: Member
+    here: dict[int, Completion]
+    began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+
+    def known(self) -> list[int]:
+        """Places of its own samples that are there."""
+        first = self.request.first
+        return [n - first for n in self.here if 0 <= n - first < self.request.n]
+
+    def take(self, made: dict[int, Completion]) -> None:
+        """Samples by their places."""
+        self.here |= {self.request.first + place: one for place, one in made.items()}
 
 
 class ResizableSemaphore:
@@ -112,7 +136,7 @@ class EnginePool:
         self.requeued = 0  # requests that ran again on another engine
         self.deaths = 0
         self._leaving: set[str] = set()  # they finish what they have
-        self._where: dict[str, Member] = {}  # by request id
+        self._under_way: dict[str, PooledRequest] = {}  # by request id
         self._slots: WeakSet[ResizableSemaphore] = WeakSet()
         self._serving = asyncio.Event()
         self._alone_since = time.monotonic()
@@ -235,19 +259,30 @@ class EnginePool:
 
     # --- serving ----------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """n completions, of one engine; waits for one if none serves, for as long as the caller
-        likes.
+    async def generate(
+        self, request: GenerateRequest, here: dict[int, Completion] | None = None
+    ) -> list[Completion]:
+        """n completions; waits for an engine if none serves, for as long as the caller likes.
 
+        `here`: samples that are there, by number; the others are added to it as they are heard of.
         Of fixed engines it raises EngineUnavailable, naming the engine, when that died or refuses.
         """
+        here = {} if here is None else here
+        parts = missing(request, here)
+        if len(parts) == 1:
+            await self._complete(parts[0], here)
+        elif parts:
+            await _together([self._complete(part, here) for part in parts])
+        return [here[number] for number in range(request.first, request.first + request.n)]
+
+    async def _complete(self, request: GenerateRequest, here: dict[int, Completion]) -> None:
         from ray.exceptions import RayActorError
 
         while True:
             await self._serving.wait()
             member, asked = min(self.open(), key=lambda member: member.load), self.generation
             try:
-                return await self._ask(member, request)
+                return await self._ask(member, request, here)
             except RayActorError as error:
                 lost = EngineDied(f"{member.name} died while it served {request.request_id}")
                 lost.__cause__ = error
@@ -257,28 +292,54 @@ class EnginePool:
                 raise lost
             self._lost(member, lost, asked)
             self.requeued += 1
+            if (parts := missing(request, here)) != [request]:
+                return await _together([self._complete(part, here) for part in parts])
 
     async def abort(self, request_id: str) -> None:
         """Stop a running request; its `generate` returns what there is, with stop "abort".
 
         Unknown ids are finished ones.
         """
-        member = self._where.get(request_id)
-        if member is not None:
-            await member.handle.ask(RolloutEngine.abort, request_id)
+        asked = self._under_way.get(request_id)
+        if asked is not None:
+            await asked.member.handle.ask(RolloutEngine.abort, request_id)
 
-    async def _ask(self, member: Member, request: GenerateRequest) -> list[Completion]:
+    async def look(self, before: float) -> None:
+        """Ask engines which samples are finished of requests that began before that time, of the
+        loop's clock, and have others that are not.
+        """
+        slow: dict[Member, dict[str, PooledRequest]] = {}
+        for name, asked in self._under_way.items():
+            if asked.request.n > 1 and asked.began < before:
+                slow.setdefault(asked.member, {})[name] = asked
+        await asyncio.gather(*(self._look_at(*one) for one in slow.items()))
+
+    async def _look_at(self, member: Member, slow: dict[str, PooledRequest]) -> None:
+        from ray.exceptions import RayActorError
+
+        known = {name: asked.known() for name, asked in slow.items()}
+        try:
+            async with asyncio.timeout(LOOK_S):
+                answer = await member.handle.ask(RolloutEngine.finished, known)
+        except (RayActorError, TimeoutError):  # who asks it for tokens hears of its end
+            return
+        for name, made in decode(answer, dict[str, dict[int, Completion]]).items():
+            slow[name].take(made)
+
+    async def _ask(
+        self, member: Member, request: GenerateRequest, here: dict[int, Completion]
+    ) -> None:
         member.take(request.n)
-        self._where[request.request_id] = member
+        asked = self._under_way[request.request_id] = PooledRequest(request, member, here)
         try:
             answer = await member.handle.ask(RolloutEngine.generate, encode(request))
-            return decode(answer, list[Completion])
+            asked.take(dict(enumerate(decode(answer, list[Completion]))))
         except asyncio.CancelledError:
             member.handle.ask(RolloutEngine.abort, request.request_id)
             raise
         finally:
             member.take(-request.n)
-            del self._where[request.request_id]
+            del self._under_way[request.request_id]
 
     def _lost(self, member: Member, error: EngineUnavailable, asked: int) -> None:
         """Ask it no more until it is admitted anew; a refusal from before its last admission says
@@ -290,3 +351,28 @@ class EnginePool:
             self.deaths += 1
         if is_new_death or (asked == self.generation and not member.out):
             self._leave(member, str(getattr(error, "cause", None) or error).splitlines()[0])
+
+
+def missing(request: GenerateRequest, here: dict[int, Completion]) -> list[GenerateRequest]:
+    """What is to be asked for: the request itself, or its parts whose samples are not there."""
+    parts: list[GenerateRequest] = []
+    for number in range(request.first, request.first + request.n):
+        if number in here:
+            continue
+        if parts and parts[-1].first + parts[-1].n == number:
+            parts[-1].n += 1
+        else:
+            name = f"{request.request_id}/from {number}"
+            parts.append(msgspec.structs.replace(request, request_id=name, first=number, n=1))
+    return [request] if parts and parts[0].n == request.n else parts
+
+
+async def _together(work: list[Coroutine[Any, Any, None]]) -> None:
+    """All of it, or the first that is raised, with nothing left running."""
+    jobs = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*jobs)
+    finally:
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)

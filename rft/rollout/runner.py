@@ -24,6 +24,7 @@ from rft.config import ExplorerConfig
 from rft.ground import redact
 from rft.ground.experience import Experience, Task
 from rft.rollout import workflows
+from rft.rollout.answers import GroupAnswers, RunAnswers
 from rft.rollout.context import Shared, WorkflowContext
 from rft.rollout.engine import EngineUnavailable
 
@@ -62,6 +63,7 @@ class UnderWay:
     limit: float
     start: int
     cut: asyncio.Future[None]
+    answers: GroupAnswers | None = None
     attempt: int = 0
     contexts: list[WorkflowContext] = field(default_factory=list)
     finished: dict[int, Made] = field(default_factory=dict)
@@ -94,16 +96,18 @@ class Runner:
         self.seconds = 0.0  # of those that succeeded, together
         self.under_way: set[UnderWay] = set()
 
-    async def run(self, group: int, task: Task, start: int = 0) -> Made:
+    async def run(
+        self, group: int, task: Task, start: int = 0, answers: GroupAnswers | None = None
+    ) -> Made:
         """At most 1 + max_retry_times attempts, all together within `limit` seconds (then
         cancelled: W33).
 
         `group` below 0: an evaluation. `start`: how often the group was begun before; requests of
-        different starts have different names.
+        different starts have different names. `answers`: what of it was answered in another start.
         """
         loop = asyncio.get_running_loop()
         limit = self.limit() if group >= 0 else self.config.max_timeout
-        here = UnderWay(group, task, loop.time(), limit, start, loop.create_future())
+        here = UnderWay(group, task, loop.time(), limit, start, loop.create_future(), answers)
         self.under_way.add(here)
         job = asyncio.create_task(self._attempts(here))
         try:
@@ -231,9 +235,11 @@ class Runner:
 
     async def _call(self, here: UnderWay, task: Task, run: str, what: Called | None = None) -> Made:
         request = f"{task.id}/g{here.group}/h{here.start}/a{here.attempt}{run}"
-        context = WorkflowContext(
-            self.shared, request, f"{self.shared.seed}/{task.id}/{here.attempt}{run}"
-        )
+        stream = f"{self.shared.seed}/{task.id}/{here.attempt}{run}"
+        answers = None
+        if here.answers is not None:
+            answers = RunAnswers(here.answers, self.shared.pool, f"a{here.attempt}{run}")
+        context = WorkflowContext(self.shared, request, stream, answers)
         here.contexts.append(context)
         try:
             return await (what or workflows.run)(task, context)

@@ -20,7 +20,7 @@ from rft.buffer.experience_file import ExperienceFile
 from rft.buffer.progress import StepSize
 from rft.checkpoint import fence
 from rft.checkpoint.asking import SaveRequests
-from rft.config import Config, TrainerConfig, engine_arguments
+from rft.config import Config, TrainerConfig, engine_arguments, is_bitwise
 from rft.data.chat import load_tokenizer
 from rft.data.packing import Cost, PackingPolicy
 from rft.data.supervised import SupervisedRows
@@ -134,7 +134,9 @@ def assemble(
 def gates_of(config: Config) -> Gates:
     dtypes = {config.trainer.dtype, config.explorer.rollout_model.dtype}
     stop = config.trainer.on_drift == "stop"
-    return Gates(config.trainer.drift, stop, is_fp32=dtypes == {"fp32"})
+    to_the_bit = is_bitwise(config) and config.device == "cpu"
+    is_plain = recipe.is_plain(config.algorithm)
+    return Gates(config.trainer.drift, stop, dtypes == {"fp32"}, is_plain, to_the_bit)
 
 
 def speculation_check(

@@ -4,10 +4,11 @@ speaks Tinker's API.
 In: a rank's config, its job's directory and its device. Out: the parts of the rank that depend on
 it (`TrainBackend`); the loop (`rft.trainer.trainer`) is the same over all of them. Order matters:
 the device's port of megatron comes before megatron, so nothing of it is imported before
-`open_mesh`. With a service the batch, its advantages and its loss are made here, by the same code
-as for Megatron; forward and backward passes, the optimizer and the weights are the service's.
+`import_parts`. With a service the batch, its advantages and its loss are made here, by the same
+code as for Megatron; forward and backward passes, the optimizer and the weights are the service's.
 """
 
+import importlib
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -45,6 +46,10 @@ class TrainBackend(ABC):
     device: Device
 
     @abstractmethod
+    def import_parts(self) -> None:
+        """Have the code that the others run, so that none of them waits for it; twice is once."""
+
+    @abstractmethod
     def open_mesh(self) -> TrainerMesh:
         """Who trains together. Collective."""
 
@@ -75,20 +80,27 @@ class TrainBackend(ABC):
 class MegatronBackend(TrainBackend):
     """The mesh, the models on it, checkpoints of their state, and how weights leave it."""
 
-    def open_mesh(self) -> TrainerMesh:
+    def import_parts(self) -> None:
         self.device.activate()
         if self.device.kind == "cpu":
             from rft.megatron import cpu_port
 
             cpu_port.install()
-        else:
+        importlib.import_module("rft.megatron.policy")
+
+    def open_mesh(self) -> TrainerMesh:
+        self.import_parts()
+        if self.device.kind == "cuda":
             from rft.megatron import kernels
 
             kernels.check()
         from rft.megatron import mesh
 
-        trainer = self.config.trainer
-        return mesh.Mesh(trainer.megatron, self.device, trainer.collective_timeout)
+        trainer, is_bitwise = self.config.trainer, configs.is_bitwise(self.config)
+        if is_bitwise:
+            self.device.order_sums()
+        to_the_bit = is_bitwise and self.device.kind == "cpu"
+        return mesh.Mesh(trainer.megatron, self.device, trainer.collective_timeout, to_the_bit)
 
     def build_models(self, mesh: TrainerMesh) -> "Models":
         """The policy comes first: it seeds the generators."""
@@ -207,6 +219,9 @@ class MegatronBackend(TrainBackend):
 
 class TinkerBackend(TrainBackend):
     """One rank, without a model of its own."""
+
+    def import_parts(self) -> None:
+        importlib.import_module("rft.extras.tinker.remote_policy")
 
     def open_mesh(self) -> TrainerMesh:
         """Nothing is computed on a device here but the loss of single tokens."""

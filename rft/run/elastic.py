@@ -33,7 +33,8 @@ CONSEQUENCES = (
     signal.SIGTERM,
     signal.SIGABRT,
 )  # torch's launcher ends the peers of a failed rank; libraries abort at lost ones
-# ranks may only have met the end of another part: if that ends the run, it ends them by then
+# ranks that failed may only have met the end of another part: if that ends the run, it ends them by
+# then; a rank that was killed has met nothing
 PAUSE_S = 1.0
 DEATHS = "trainer_deaths.json"  # of ranks and launchers of this attempt: one budget for both
 
@@ -89,7 +90,7 @@ def until_ended(
         if not restarts.allow(line):
             first = of_line(restarts.first)
             return first | {"cause": restarts.cause() if restarts.limit else first["cause"]}
-        time.sleep(PAUSE_S)
+        time.sleep(0.0 if -signal.SIGKILL in ended.values() else PAUSE_S)
         say(f"{line}; the ranks are started again ({restarts.told()})")
 
 

@@ -171,6 +171,7 @@ def engine_spec(config: Config, engine: str, name: str) -> ActorSpec[RolloutEngi
         adapters=versions_kept(config.synchronizer) if config.mode != "bench" else 0,
         colocated=config.cluster.colocate,
         cluster=config.cluster.ray_address,
+        bitwise=configs.is_bitwise(config),
     )
     return ActorSpec(engine, name, make, threads, rollout.tensor_parallel_size, cpus)
 

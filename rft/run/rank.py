@@ -9,6 +9,7 @@ supervisor's Ray. Out: exit code 0, or a failure record (rank, phase, cause) in 
 directory and exit code 1, or REFUSED: another start would end in the same way.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -165,6 +166,9 @@ def tell(record: dict[str, str], log_dir: Path, number: int, terminal: int | Non
 def run(rank: Rank) -> None:
     """Build the parts, resume, train, close."""
     config = rank.config
+    rank.backend.import_parts()
+    importlib.import_module("rft.run.assembly")
+    rank.recovery.mark("imports")
     mesh = rank.backend.open_mesh()
     rank.recovery.mark("groups")
     # there every rank leaves its own weights
@@ -204,6 +208,7 @@ def _train(rank: Rank, mesh: TrainerMesh) -> None:
     logs.show_stacks_when_stopped()
     reached = trainer.fit(built.start)
     trainer.phase = "closing"
+    trainer.feed.close()
     trainer.checkpoints.close()
     trainer.publisher.close()
     rank.complete = trainer.complete

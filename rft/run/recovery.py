@@ -1,7 +1,8 @@
 """How long ranks that died take to be back, and who sees to it that it is not longer.
 
     launcher (`rft.run.elastic`)   RankWatch: a rank dies ──► the moment, in `recovery.json` of the
-                                   attempt's logs ──PEERS_S──► peers that hang in it are killed
+                                   attempt's logs ──PEERS_S──► peers that hang in it are killed;
+                                   KILLED_S where it was killed: they have nothing to tell
                                    the launcher has noticed, starts them again ──► written there too
     rank 0                         Recovery: marks while it starts ──► metrics `recovery/*` of its
                                    first step, one line, one event of the trace
@@ -30,18 +31,22 @@ from rft.monitor import trace
 
 RECORD = "recovery.json"
 LOOK_S = 0.1  # for ranks that the launcher has begun since
-PEERS_S = 2.0  # for the peers of a rank that died to end by themselves
+PEERS_S = 2.0  # for the peers of a rank that failed to end by themselves, and say what they met
+KILLED_S = 0.3  # the same of one that was killed: that is the cause, whatever they meet
 # marks, in their order: what was done by then
-MARKS = ("detect", "spawn", "groups", "build", "load", "begin", "first_step")
+MARKS = ("detect", "spawn", "imports", "groups", "build", "load", "begin", "first_step")
 
 
 class RankWatch:
     """Around what starts `count` ranks as children of this process."""
 
-    def __init__(self, log_dir: Path, count: int, peers_s: float = PEERS_S):
+    def __init__(
+        self, log_dir: Path, count: int, peers_s: float = PEERS_S, killed_s: float = KILLED_S
+    ):
         self.log_dir = log_dir
         self.count = count
         self.peers_s = peers_s
+        self.killed_s = killed_s
         self._died_at: float | None = None
         self._is_over = threading.Event()
         self._ranks: dict[int, int] = {}  # process numbers and what is held of each
@@ -62,7 +67,7 @@ class RankWatch:
             note(self.log_dir, self._died_at)
 
     def _run(self) -> None:
-        ends, is_killed = select.poll(), False
+        ends, is_over, grace_s = select.poll(), False, self.peers_s
         while not self._is_over.is_set():
             # a look costs as much as there are processes on this machine
             is_whole = len(self._ranks) >= self.count
@@ -73,25 +78,28 @@ class RankWatch:
                         ends.register(self._ranks[child.pid], select.POLLIN)
             for descriptor, _ in ends.poll(1000 * LOOK_S):
                 ends.unregister(descriptor)
-                if self._died_at is None and has_failed(descriptor):
+                if self._died_at is None and (how := failure_of(descriptor)) is not None:
                     self._died_at = time.monotonic()
+                    grace_s = self.killed_s if how == -signal.SIGKILL else self.peers_s
             died_at = self._died_at
-            if died_at is not None and not is_killed and time.monotonic() > died_at + self.peers_s:
-                is_killed = True
+            if died_at is not None and not is_over and time.monotonic() > died_at + grace_s:
+                is_over = True
                 for descriptor in self._ranks.values():
                     with contextlib.suppress(ProcessLookupError):
                         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
 
-def has_failed(descriptor: int) -> bool:
-    """Whether this child, which has ended, did not end well; its exit code stays with its parent.
-    One whose parent has that already has been noticed.
+def failure_of(descriptor: int) -> int | None:
+    """Exit code of this child, which has ended, or less the signal that it died of; None: it ended
+    well. That stays with its parent; one whose parent has it already has been noticed.
     """
     try:
         ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:
-        return False
-    return ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status != 0)
+        return None
+    if ended is None or (ended.si_code == os.CLD_EXITED and ended.si_status == 0):
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def note(log_dir: Path, died_at: float) -> None:

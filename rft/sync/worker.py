@@ -15,6 +15,7 @@ from rft.ground.rounds import AdapterOrder, Round
 from rft.monitor import logs
 
 BACKEND = "rft"
+BITWISE = "RFT_BITWISE"  # in the environment of engines that are to have the trainer's bits
 
 
 def register() -> None:
@@ -25,6 +26,10 @@ def register() -> None:
     if "RFT_LOG_FILE" in os.environ and multiprocessing.parent_process() is not None:
         die_with_parent()  # vLLM's own processes outlive an engine actor that was killed
     logs.show_stacks_on_signal()
+    if BITWISE in os.environ:
+        from rft.sync import bitwise
+
+        bitwise.register()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

@@ -44,6 +44,7 @@ it
 buffer/experience_buffer.py
 ExperienceBuffer.admit_some | a slot | `max_read_timeout` | the explorer is told which step holds \
 it up
+ExperienceBuffer.look | the groups of the next step | `max_read_timeout` | there is nothing to see
 ExperienceBuffer.readmit | a version that an unfinished group may use | `max_read_timeout` | the \
 explorer is told
 ExperienceBuffer.cuts | groups that a step goes on without | `max_read_timeout` | asked again
@@ -106,14 +107,15 @@ after `HELLO_S` | -
 checkpoint/reader.py
 patiently | storage that cannot be reached | the caller's: `patience_s` | StorageUnreachable
 checkpoint/remote.py
-RemoteAgent.asked | an agent that still writes, until it rests | `AT_WORK_S` | its memory is not read
+RemoteAgent.asked | an agent that still writes, until it rests | `AT_WORK_S` | its memory is not \
+read
 checkpoint/replicas.py
 Replicas._watch | the next look at slots that are wanted | `LOOK_S` | -
 Replicas._send_all | the next node's agent, which is not there | `AGAIN_S`, again and again | no \
 state is whole; what is wanted is given up after `STALLED_S`
 Replicas._send_to | a state to send | `LOOK_S`, again and again | -
-Replicas._hear_first | the first agent's word | `AGAIN_S`, again and again | no state is whole; what \
-is wanted is given up after `HELD_S`
+Replicas._hear_first | the first agent's word | `AGAIN_S`, again and again | no state is whole; \
+what is wanted is given up after `HELD_S`
 Replicas._serve | what other agents have | none: the end of their connection | -
 Replicas._take_all | the next part of another node's agent | none: the end of its connection | -
 Replicas._answer_all | a rank that came back | none: the end of its connection | -
@@ -181,7 +183,7 @@ guard.end | what the program started | 0, then `KILL_WAIT_S` | killed
 megatron/mesh.py
 Mesh.gather | all ranks | `collective_timeout` | the rank fails, its peers named
 Mesh._receive_part | rank 0 | `collective_timeout` | the rank fails
-Mesh._send_parts | ranks that hand on | `collective_timeout` | the rank fails
+Mesh.scatter_parts | ranks that hand on | `collective_timeout` | the rank fails
 monitor/logs.py
 _keep_small | the next look at a log | `LOOK_S` | it looks
 ask_stacks_of_siblings | stacks of other processes | `STACKS_S` | without them
@@ -195,6 +197,8 @@ preflight/inputs_models.py
 _ray | a Ray that is named | a number of its own, 5 s | the start is refused
 rollout/adapter_serving.py
 AdapterServing._room | requests of an old adapter | `sync_timeout` | the engine fails the round
+rollout/answers.py
+AnswerKeeper.follow | the next look at answers | `LOOK_S` | it looks
 rollout/engine.py
 RolloutEngine._watch_processes.sleep_until_one_ends | vLLM's processes end | none: it is the wait \
 for their death | the engine failed; stopped: `STOPPED_S`
@@ -228,10 +232,11 @@ rollout/pool.py
 EnginePool._ask | an engine's answer | none: the task's `max_timeout` | the engine is told to \
 stop
 EnginePool._look | an engine's clock | `LOOK_S` | nothing is told of it
+EnginePool._look_at | an engine's finished samples | `LOOK_S` | they come with the others
 EnginePool.abort | an engine | none: the task's `max_timeout` | -
 EnginePool.drain | its requests | none: `drain_s` of who asks | they run again elsewhere
 EnginePool.follow | a change of the members | none: until the synchronizer ends | the run ends
-EnginePool.generate | an engine that serves | none: the task's `max_timeout` | the task fails
+EnginePool._complete | an engine that serves | none: the task's `max_timeout` | the task fails
 ResizableSemaphore.__aenter__ | a place | none: tasks end within `max_timeout` | -
 rollout/reward_pool.py
 RewardPool._attend | the next look at idle workers | `ATTEND_S` | a dead one is replaced
@@ -290,7 +295,7 @@ ControlSocket._serve | whoever asks `rft engines` | none: a thread of its own | 
 it
 ControlSocket.close | its thread | what is left of the grace | left behind, a daemon
 run/elastic.py
-until_ended | ports of killed ranks | `PAUSE_S` | ranks are started again
+until_ended | ports of ranks that failed | `PAUSE_S` | ranks are started again
 run/fleet.py
 EngineFleet._ask | the synchronizer | the caller's; none for its news | dead: asked again every \
 `AGAIN_S` until it is back or the run ends
@@ -319,7 +324,7 @@ scontrol | Slurm | `SCONTROL_S` | the start fails
 run/rank.py
 tell | another, earlier failure | `SETTLE_S` | this one is told
 run/recovery.py
-RankWatch._run | the end of a rank | `LOOK_S`, again and again; `PEERS_S` after one that failed | \
+RankWatch._run | the end of a rank | `LOOK_S`, again and again; then `PEERS_S`, or `KILLED_S` | \
 its peers are killed
 RankWatch.__exit__ | its own thread | none: `LOOK_S` | -
 run/sidecar.py
@@ -430,8 +435,13 @@ Evaluations.at_startup | the explorer begins, or comes back | `RETURN_S` | rank 
 PoolNumbers.metrics | the explorer's numbers | 0: only if they are there | the last ones count
 QueueSource._call | the buffer, which may come back | `RETURN_S`; a batch: `max_read_timeout` and \
 `READ_MARGIN_S` | rank 0 fails
+QueueSource.look | the next step's groups, in a thread | `max_read_timeout` and `READ_MARGIN_S` | \
+they are taken without
 await_engines | all parts serve | `START_S`, then `RETURN_S` | rank 0 fails
 sampled | engines that speculate answer | `START_S` | rank 0 fails
+trainer/looking.py
+ReadAhead.end | what is read ahead is made, or let go | `max_read_timeout` and `READ_MARGIN_S` | \
+all is taken
 trainer/trainer.py
 Trainer._evaluate | engines have the version | `sync_timeout` and `REPLY_S` | the rank fails
 Trainer._await_save | the last save | twice `agent_deadline_s` | once more, then the rank fails

@@ -22,6 +22,7 @@ from rft.ground.experience import (
     Batch,
     Completion,
     EvalResult,
+    Experience,
     GenerateRequest,
     decode,
     encode,
@@ -109,6 +110,8 @@ class QueueSource:
         self.buffer = buffer
         self.take_timeout = max_read_timeout + READ_MARGIN_S
         self.max_age = max_age
+        self._seen: dict[delivery.PartKey, list[Experience]] = {}  # of the next step
+        self._looking: Any = None  # Ray's reference to what is waited for
 
     def attach(self, step: int, run_epoch: int) -> dict[str, Any]:
         """Tell the buffer where this trainer stands: leases from `step`
@@ -118,9 +121,23 @@ class QueueSource:
 
     def take(self, step: int) -> Batch:
         oldest = None if self.max_age is None else max(step - self.max_age, 0)
-        return delivery.opened(
-            self._call(ExperienceBuffer.take, step, "trainer", oldest, timeout=self.take_timeout)
-        )
+        seen, self._seen = self._seen, {}
+        known = [list(seen)] if seen else []
+        asked = (ExperienceBuffer.take, step, "trainer", oldest, *known)
+        return delivery.opened(self._call(*asked, timeout=self.take_timeout), seen)
+
+    def begin_look(self, step: int) -> None:
+        self._looking = self.buffer.ask(ExperienceBuffer.look, step)
+
+    def look(self) -> Batch:
+        import ray
+
+        return delivery.opened(ray.get(self._looking, timeout=self.take_timeout), self._seen)
+
+    def look_away(self) -> None:
+        import ray
+
+        ray.cancel(self._looking)
 
     def consumed(self, step: int) -> None:
         self._call(ExperienceBuffer.consumed, step)

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
-
 from rft.algorithm import ALGORITHMS, credit, mixing, recipe, token_credit
+from rft.algorithm.advantages import ADVANTAGES
 from rft.algorithm.strategies import SAMPLE_STRATEGIES
 from rft.config import AlgorithmConfig, Config
 from rft.data.packing import (
@@ -26,10 +25,12 @@ from rft.data.packing import (
     free_tokens,
     shared_of,
 )
+from rft.data.runs import nonzero
 from rft.data.updates import ONE_UPDATE, RowPacking, Update, UpdateRule, planned
 from rft.ground.experience import Batch, Experience
 from rft.ground.host_memory import give_back
 from rft.ground.protocols import TrainerMesh
+from rft.trainer.looking import ReadAhead, ShowsNext
 
 
 class BatchSource(Protocol):
@@ -53,6 +54,10 @@ class StepInput:
     experiences: list[Experience]  # rank 0 only: what the samples table shows
     groups: list[int] = field(default_factory=list)  # of every row of the step, on every rank
     updates: list[Update] = field(default_factory=list)  # none: the whole part is one
+
+
+# what every rank is told: metrics, the group of every row, updates; and the microbatches
+MadeStep = tuple[tuple[dict[str, float], list[int], list[Any]], Cut]
 
 
 class Feed:
@@ -84,6 +89,9 @@ class Feed:
         self.longest = longest
         self.experts = experts
         self.current: Batch | None = None  # rank 0: taken and not consumed yet
+        # rows that come beside are dealt when a step begins: nothing is made before
+        is_shown = isinstance(source, ShowsNext) and experts is None
+        self.ahead = ReadAhead(source, self._made) if is_shown else None
 
     def next(self, step: int, stopping: bool) -> StepInput | None:
         """Step's input on every rank, or None on every rank: the data
@@ -92,19 +100,17 @@ class Feed:
         # asked before the others are leased: where the rows have an end, the run has
         beside = self.experts.take(step).experiences if self.experts else []
         is_over = stopping or (self.experts is not None and not beside)
+        seen = self.ahead.end() if self.ahead else None
         batch = (
             self.source.take(step)
             if self.source and not is_over
             else Batch(step=step, experiences=[])
         )
         experiences = batch.experiences
-        metrics = credit.metrics(experiences, step) if experiences else {}
-        if experiences:
-            experiences += beside
-        self.current = batch if experiences else None
         told = parts = None
         if experiences:
-            told, parts = self._cut(batch, metrics)
+            told, parts = (seen and seen(batch)) or self._made(batch, beside)
+        self.current = batch if experiences else None
         told = self.ranks.broadcast(told)
         if told is None:
             return None
@@ -114,7 +120,14 @@ class Feed:
             freed = parts.nbytes
             del parts
             give_back(freed)
+        if self.ahead:
+            self.ahead.begin(step + 1)
         return StepInput(part, metrics, experiences, groups, [Update(*one) for one in cut])
+
+    def close(self) -> None:
+        """No step will be asked for."""
+        if self.ahead:
+            self.ahead.close()
 
     def consumed(self, step: int) -> None:
         self.current = None
@@ -145,10 +158,10 @@ class Feed:
         """
         return self.source.retain(loop) if self.source and loop else None
 
-    def _cut(
-        self, batch: Batch, metrics: dict[str, float]
-    ) -> tuple[tuple[dict[str, float], list[int], list[Any]], Cut]:
-        """What every rank is told of the step, and its microbatches."""
+    def _made(self, batch: Batch, beside: Sequence[Experience] = ()) -> MadeStep:
+        """What every rank is told of the step, and its microbatches; `beside` joins the batch."""
+        metrics = credit.metrics(batch.experiences, batch.step)
+        batch.experiences += beside
         (metrics, groups), rows = self._rows(batch, metrics)
         mode = str(self.algorithm.loss_agg_mode)
         if self.replays:
@@ -159,7 +172,7 @@ class Feed:
             rows = [replace(row, group=at // 2) for at, row in enumerate(rows)]
         parts, updates = planned(rows, self.rule, batch.step, self.packing, mode, self.longest)
         metrics |= shared_of(parts, self.cost)
-        trained = sum(int(np.count_nonzero(row.weight)) for row in rows)
+        trained = sum(nonzero(row.weight) for row in rows)
         metrics["sample/trained_tokens"] = float(trained * self.rule.epochs)
         return (metrics, groups, [(update.bins, update.weights) for update in updates]), parts
 
@@ -170,7 +183,8 @@ class Feed:
         algorithm, step = self.algorithm, batch.step
         metrics = metrics | {"sample/replayed": float(batch.replayed)}
         fresh, dropped = self._fresh(batch)
-        fresh = credit.scored(fresh)
+        scored = credit.scored(fresh)
+        lost, fresh = credit.left_out(fresh, scored), scored
         if mixing.is_mixed(algorithm):
             judged, rows = mixing.rows(fresh, algorithm, step, self.longest)
             return (
@@ -186,7 +200,12 @@ class Feed:
         )
         rows = credit.rows(judged, str(algorithm.loss_agg_mode), self.longest)
         failed = sum(experience.failed for experience in judged.experiences)
-        metrics |= {"drift/failed_trained": float(failed)}
+        metrics |= {"drift/failed_trained": float(failed + lost)}
+        if algorithm.advantage_fn in ADVANTAGES and not token_credit.is_needed(algorithm):
+            metrics |= credit.sums(judged, str(algorithm.loss_agg_mode), self.longest)
+            metrics |= credit.misjudged(
+                judged, str(algorithm.advantage_fn), algorithm.advantage_fn_args
+            )
         return (metrics | dropped | judged.metrics, judged.groups), rows
 
     def _fresh(self, batch: Batch) -> tuple[list[Experience], dict[str, float]]:

@@ -26,7 +26,12 @@ WINDOW = 5  # steps; a single spike that is gone at once is none (NeMo-RL, the p
 PAGE = "docs/observe.md#gates"
 ERROR = "drift/token_mult_prob_error"
 ROUTED = "drift/routed_otherwise"
-ANY_ERROR, FP32_ERROR = 1.05, 1.001  # its limits where none is given
+APART = "logprob_diff/max"
+GRADIENT = "drift/gradient"
+TENSORS = ("weights", "moments")  # how the names of their digests end
+SUMS = ("weight", "advantage")  # over trained tokens; of advantages, as in `credit.sums`
+# limits where none is given: where both compute in fp32, and elsewhere
+UNGIVEN = {ERROR: (1.001, 1.05), GRADIENT: (0.2, 0.5)}
 
 
 class Drifted(ConfigError):
@@ -35,8 +40,8 @@ class Drifted(ConfigError):
 
 @dataclass(frozen=True)
 class Limit:
-    """`metric` may not be above its limit: the key `limit` of `trainer.drift`, or 0 where that is
-    empty, since the number is exact.
+    """`metric` may not be above its limit: the key `limit` of `trainer.drift`, or `most` where that
+    is empty, since the number is exact, but for what fp32 rounds.
     """
 
     name: str
@@ -44,6 +49,7 @@ class Limit:
     limit: str
     cause: str
     source: str
+    most: float = 0.0
 
 
 GATES = (
@@ -71,6 +77,14 @@ GATES = (
         "twice GSPO's share, the largest that was published of a healthy run (arXiv:2507.18071)",
     ),
     Limit(
+        "bits",
+        APART,
+        "",
+        "trainer_engine=bitwise, and a token has another log-probability in the trainer than in "
+        "its engine: a layer, a number of threads or a library that is not the same on both sides",
+        "exact",
+    ),
+    Limit(
         "answers",
         "drift/equal_answers",
         "equal_answers",
@@ -94,10 +108,35 @@ GATES = (
         "exact",
     ),
     Limit(
+        "weights",
+        "drift/lost_weight",
+        "",
+        "the loss has seen its tokens with other weights or advantages than the batch gave them, "
+        "or weights do not add up to what loss_agg_mode says",
+        "exact",
+        most=1e-3,
+    ),
+    Limit(
+        "gradient",
+        GRADIENT,
+        "gradient",
+        "the loss does not push log-probabilities as advantages say: a sign, a mask or a clip",
+        "of fresh tokens every policy loss has REINFORCE's gradient (Williams 1992), so 0; in fp32 "
+        "the noise is below 1e-3, docs/observe.md",
+    ),
+    Limit(
+        "advantages",
+        "drift/misjudged",
+        "",
+        "a response has a lower advantage than one of its group that has a lower reward",
+        "exact",
+    ),
+    Limit(
         "rewards",
         "drift/failed_trained",
         "",
-        "responses whose reward failed are learned from, as if they had earned it",
+        "responses whose reward failed are learned from, as if they had earned it, or others are "
+        "left out as if theirs had",
         "exact",
     ),
 )
@@ -105,13 +144,16 @@ GATES = (
 
 @dataclass
 class Gates:
-    """`stop`: trainer.on_drift. `is_fp32`: trainer and engines compute in it. `tripped`: why the
-    run is to end, if it is.
+    """`stop`: trainer.on_drift. `is_fp32`: trainer and engines compute in it. `is_plain`: the loss
+    has no other term than the policy's. `is_bitwise`: trainer and engines compute to the same bits.
+    `tripped`: why the run is to end, if it is.
     """
 
     config: DriftConfig = field(default_factory=DriftConfig)
     stop: bool = False
     is_fp32: bool = False
+    is_plain: bool = False
+    is_bitwise: bool = False
     tripped: str = ""
     warned: set[str] = field(default_factory=set)
     recent: dict[str, deque[float]] = field(default_factory=dict)
@@ -121,7 +163,7 @@ class Gates:
         passed = 0
         for gate in GATES:
             value = _value(gate, metrics)
-            if value is None:
+            if value is None or not self._is_asked(gate):
                 continue
             limit = self._limit(gate)
             if gate.limit:
@@ -140,10 +182,15 @@ class Gates:
                 )
         return {"drift/alarms": float(passed)}
 
+    def _is_asked(self, gate: Limit) -> bool:
+        """Whether the number means something in this run."""
+        return {GRADIENT: self.is_plain, APART: self.is_bitwise}.get(gate.metric, True)
+
     def _limit(self, gate: Limit) -> float:
-        given = getattr(self.config, gate.limit) if gate.limit else 0.0
+        given = getattr(self.config, gate.limit) if gate.limit else gate.most
         if given is None:
-            return FP32_ERROR if self.is_fp32 else ANY_ERROR
+            in_fp32, in_any = UNGIVEN[gate.metric]
+            return in_fp32 if self.is_fp32 else in_any
         return float(given)
 
     def resumed(self, kept: Any, now: Sequence[Mapping[str, Any]] | None) -> None:
@@ -173,7 +220,7 @@ def _value(gate: Limit, metrics: Mapping[str, float]) -> float | None:
     """Of the ratio that of the first update, where there are several: there the policy has not
     moved yet.
     """
-    if gate.metric not in (ERROR, ROUTED):
+    if gate.metric not in (ERROR, ROUTED, GRADIENT, APART):
         return metrics.get(gate.metric)
     found = metrics.get(f"{gate.metric}_first", metrics.get(gate.metric))
     if found is None:
@@ -182,27 +229,33 @@ def _value(gate: Limit, metrics: Mapping[str, float]) -> float | None:
     if metrics.get("staleness/unversioned_tokens", 1.0):
         return None
     is_fresh = metrics.get("staleness/token_max", 1.0) <= 0
-    if gate.metric == ROUTED:
+    if gate.metric in (ROUTED, GRADIENT, APART):
         return found if is_fresh else None
     return found if is_fresh == (gate.limit == "token_mult_prob_error") else None
 
 
-def lost_tokens(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Trained tokens of the batch that the loss has not seen; an update that was skipped tells of
-    none.
+def lost(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Trained tokens of the batch that the loss has not seen, and how far the sums of their weights
+    and weighted advantages are from those of the batch, as a share of what is added up. An update
+    that was skipped tells of none, and several have weights of their own.
     """
     if "sample/trained_tokens" not in metrics or metrics.get("skipped_updates"):
         return {}
-    return {"drift/lost_tokens": metrics["sample/trained_tokens"] - metrics["num_tokens"]}
+    found = {"drift/lost_tokens": metrics["sample/trained_tokens"] - metrics["num_tokens"]}
+    if "sample/weight" in metrics and "loss/weight" in metrics and "updates" not in metrics:
+        weights, pushes = (abs(metrics[f"sample/{one}"] - metrics[f"loss/{one}"]) for one in SUMS)
+        size = max(metrics["sample/weight"], metrics["sample/advantage_size"])
+        found["drift/lost_weight"] = max(weights / metrics["sample/weight"], pushes / size)
+    return found
 
 
 def differences(kept: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Counters are compared always, weights where the same ranks hold the same parts."""
+    """Counters are compared always, tensors where the same ranks hold the same parts."""
     same = [one.get("layout") for one in kept] == [one.get("layout") for one in now]
     found = []
     for rank, (then, here) in enumerate(zip(kept, now, strict=False)):
         for name in sorted(set(then) & set(here) - {"layout"}):
-            if then[name] != here[name] and (same or not name.endswith("weights")):
+            if then[name] != here[name] and (same or not name.endswith(TENSORS)):
                 found.append(
                     f"rank {rank} has {name}={here[name]}, and had {then[name]} when it was saved: "
                     "the save or the restore has lost something"

@@ -41,7 +41,14 @@ EVERY_STEP = ("loss", "num_tokens", "grad_norm", "lr", "skipped")
 
 
 # of these also the first and the last update's: in the first no policy has moved
-MOVED = ("clip_frac", "kl/old", "drift/token_mult_prob_error", "drift/routed_otherwise")
+MOVED = (
+    "clip_frac",
+    "kl/old",
+    "drift/token_mult_prob_error",
+    "drift/routed_otherwise",
+    "logprob_diff/max",
+    "drift/gradient",
+)
 SUMMED = ("num_tokens",)
 
 

@@ -32,7 +32,7 @@ from rft.sync.publisher import Publisher
 from rft.sync.style import Cadence
 from rft.trainer.control import Evaluations
 from rft.trainer.feed import Feed
-from rft.trainer.gates import Gates, lost_tokens
+from rft.trainer.gates import Gates, lost
 from rft.trainer.reporting import Profiler, SkippedSteps
 from rft.trainer.saving import SaveTimes
 
@@ -112,7 +112,7 @@ class Trainer:
                 | self.publisher.pop()
                 | self._checkpoint_metrics(step)
             )
-            record |= lost_tokens(record)
+            record |= lost(record)
             record |= self.gates.after(step, record)
             self.log_step(step, record | self.timer.pop(), batch.experiences)
             if self.gates.tripped:

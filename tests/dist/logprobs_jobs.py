@@ -3,8 +3,9 @@ rank finds for it.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -261,3 +262,20 @@ def compared(path: str, off: float, **layout: Any) -> str:
         except ConfigError as error:
             return str(error)
         return ""
+
+
+def checked(wrong: bool, tp: int = 1) -> str:
+    """What the check of a policy that begins has to say; `wrong`: tiles forget the temperature."""
+    mesh, tiles = Mesh(MegatronConfig(tp), devices.choose("cpu"), TIMEOUT_S), logprobs._tiles
+
+    def cold(hidden: Any, weight: Any, temperature: Any, width: int) -> Any:
+        return tiles(hidden, weight, torch.ones_like(temperature), width)
+
+    try:
+        with mock.patch.object(logprobs, "_tiles", cold) if wrong else nullcontext():
+            logprobs.check_label_logprobs(mesh.tp_group, mesh.device.torch)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return ""

@@ -222,3 +222,10 @@ def test_an_engine_is_compared_in_every_layout(
     assert others == [sentence] * (world - 1)
     assert "differ from the trainer's by 2.0e-03 at most" in sentence
     assert "1 of them by more than 1.0e-03" in sentence
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_policy_whose_kernel_is_wrong_does_not_begin(ranks: Ranks, tp: int) -> None:
+    assert ranks.run("logprobs_jobs:checked", tp, wrong=False, tp=tp) == [""] * tp
+    for said in ranks.run("logprobs_jobs:checked", tp, wrong=True, tp=tp):
+        assert "log-probabilities are off by" in said and "before anything was trained" in said

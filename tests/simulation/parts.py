@@ -8,6 +8,7 @@ these hold that version.
 
 import asyncio
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rft.ground import rounds
@@ -21,6 +22,7 @@ from rft.ground.experience import (
     encode,
 )
 from rft.ground.rounds import Holding, Installed, Received, Round, TrainerInfo, WorkerOffer
+from rft.rollout.answers import GroupAnswers
 from rft.rollout.pool import EnginePool
 from rft.sync.plan import StreamPlan
 from tests.simulation.world import PartGone, handle
@@ -55,14 +57,30 @@ class Tasks:
 
 
 class Sampler:
-    """In the place of the explorer's runner: one request, at times a failure."""
+    """In the place of the explorer's runner: two turns, at times a failure. `hear`: the turns of a
+    group that may not be sampled again now.
+    """
 
-    def __init__(self, chance: random.Random, pool: EnginePool, failing: float):
-        self.chance, self.pool, self.failing = chance, pool, failing
+    def __init__(
+        self,
+        chance: random.Random,
+        pool: EnginePool,
+        failing: float,
+        hear: Callable[[int, list[list[int]]], None],
+    ):
+        self.chance, self.pool, self.failing, self.hear = chance, pool, failing, hear
 
-    async def run(self, group: int, task: Task, holds: int) -> list[Experience]:
-        request = GenerateRequest(request_id=str(group), prompt=[1], sampling=task.sampling)
-        (made,) = await self.pool.generate(request)
+    async def run(
+        self, group: int, task: Task, holds: int, answers: GroupAnswers
+    ) -> list[Experience]:
+        turns: list[Completion] = []
+        for turn in range(2):
+            prompt = [1, *(token for made in turns for token in made.ids)]
+            name = f"{group}/{holds}/{turn}"
+            request = GenerateRequest(request_id=name, prompt=prompt, sampling=task.sampling)
+            turns += await answers.complete(self.pool, "run", request, ahead=turn > 0)
+        self.hear(group, [made.ids for made in turns])
+        await asyncio.sleep(self.chance.expovariate(0.2))  # what its environment does with them
         if self.chance.random() < self.failing:
             raise RuntimeError("the environment fell over")
         return [
@@ -71,7 +89,9 @@ class Sampler:
                 prompt_length=1,
                 action_mask=[1],
                 logprobs=[0.0],
-                versions=made.versions,
+                versions=sorted(
+                    (span for made in turns for span in made.versions), key=lambda s: s.version
+                ),
                 reward=1.0,
                 task=task.id,
             )
@@ -95,8 +115,10 @@ class TrainerStreams:
 
 
 class SimulatedEngine:
-    def __init__(self, chance: random.Random):
-        self.chance = chance
+    """`tokens`: no two of them are the same."""
+
+    def __init__(self, chance: random.Random, tokens: Iterator[int]):
+        self.chance, self.tokens = chance, tokens
         self.mark: tuple[int, int] | None = None
         self.generation = 0
         self.staged: tuple[int, int] | None = None
@@ -141,7 +163,8 @@ class SimulatedEngine:
         await asyncio.sleep(min(self.chance.paretovariate(1.5), LONGEST_ROLLOUT_S))
         spans.append(self._version())
         versions = [VersionSpan(start=n, end=n + 1, version=v) for n, v in enumerate(spans)]
-        made = Completion(tokens=[1, 2], logprobs=[0, 0], versions=versions, stop="stop")
+        tokens = [next(self.tokens), 2]
+        made = Completion(tokens=tokens, logprobs=[0, 0], versions=versions, stop="stop")
         return encode([made])
 
     def _version(self) -> int:

@@ -10,9 +10,10 @@ a partition, a full disk. A trainer or engine that died comes back alone, and so
 runs, explorer, buffer and synchronizer, as often within an hour as they may: calls that were under
 way come again, at least once, in any order. In the others their death ends all, and somebody
 starts the run again. What must hold, whatever happens: the run reaches its end; what was
-acknowledged is there; a step that comes again has the same batch; no group is in two steps; none
-is trained later than `max_staleness` allows; every task is given out once; who is admitted holds
-what is published; nothing that may come back ends a run, and nothing comes back too often.
+acknowledged is there; a turn that its workflow has heard is not sampled again; a step that comes
+again has the same batch; no group is in two steps; none is trained later than `max_staleness`
+allows; every task is given out once; who is admitted holds what is published; nothing that may come
+back ends a run, and nothing comes back too often.
 """
 
 import asyncio
@@ -66,6 +67,8 @@ class Run:
     acknowledged: dict[int, str] = field(default_factory=dict)
     saved: list[Saved] = field(default_factory=list)  # durable
     reached: int = 0
+    heard: dict[int, list[list[int]]] = field(default_factory=dict)  # turns, by group
+    anew: list[str] = field(default_factory=list)  # that were sampled again after they were heard
     lost_power: bool = False
     led: set[str] = field(default_factory=set)  # attempts that have had a synchronizer
 
@@ -81,7 +84,7 @@ class Run:
         self.staleness = staleness
         self.failing = chance.choice((0.0, 0.0, 0.1))
         self.save_interval = chance.choice((1, 1, 2))
-        self.lives = itertools.count(1)
+        self.lives, self.tokens = itertools.count(1), itertools.count(10)
         self.heals = chance.random() < 0.5
         self.epochs = itertools.count(1)
         # an hour is a few steps of a slow run, in which one part dies again and again
@@ -192,7 +195,7 @@ class Run:
         """`rft.run.fleet.EngineFleet`'s thread of one engine."""
         for life in itertools.count():
             process = self.world.start(f"{name}.{life}")
-            process.part = SimulatedEngine(self.chance)
+            process.part = SimulatedEngine(self.chance, self.tokens)
             self.world.processes[name] = process  # for who kills it
             await asyncio.sleep(self.chance.expovariate(1 / 2.0))
             self.engines[name] = handle(process.name)
@@ -275,6 +278,8 @@ class Run:
         explorer = self.world.start("explorer")
         made = self._explorer(explorer)
         explorer.spawn(made.pool.follow(handle("synchronizer")))
+        if self.step_s == 1.0:  # in an hour it would look too often
+            explorer.spawn(made.keeper.follow(made.pool))
         explorer.spawn(made.resume())
         self._watch(explorer, lambda: _watched(made))
 
@@ -289,7 +294,7 @@ class Run:
             GROUPS,
             max_read_timeout=LONGEST_S,
         )
-        found.runner = Sampler(self.chance, found.pool, self.failing)  # type: ignore[assignment]
+        found.runner = Sampler(self.chance, found.pool, self.failing, self._hear)  # type: ignore[assignment]
         found.max_failures = 10**6
         put = found._put
 
@@ -448,6 +453,13 @@ class Run:
         if lost:
             raise Broken(f"groups {sorted(lost)} were acknowledged, and are lost")
 
+    def _hear(self, group: int, turns: list[list[int]]) -> None:
+        """What a workflow has acted on is what it acts on again. Told to `_judge`: what is raised
+        here would be the task's own failure.
+        """
+        if self.heard.setdefault(group, turns) != turns:
+            self.anew.append(f"group {group} heard {self.heard[group]}, and now {turns}")
+
     def _look(self, step: int, experiences: list[Experience]) -> None:
         batch = [(one.group, one.task) for one in experiences]
         self.world.told(f"step {step} takes {batch}")
@@ -477,6 +489,8 @@ class Run:
             raise Broken(f"trained steps {sorted(self.trained)}")
         if len(set(every)) < len(every) or len(set(tasks)) < len(tasks):
             raise Broken(f"a group or a task was trained twice: {self.trained}")
+        if self.anew:
+            raise Broken("; ".join(self.anew))
 
 
 async def _watched(explorer: Explorer) -> None:

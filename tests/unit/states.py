@@ -127,6 +127,11 @@ def whole() -> State:
     return State({f"model/w{i}": torch.zeros(1024, 1024) for i in range(6)})
 
 
+def large() -> State:
+    """Six chunks of small pieces: slots hold whole chunks of it without holding all."""
+    return State({f"model/w{i:02}": torch.zeros(512, 1024) for i in range(24)})
+
+
 def equal(one: State, other: State) -> bool:
     same = one.tensors.keys() == other.tensors.keys() and one.small == other.small
     return same and all(torch.equal(t, other.tensors[key]) for key, t in one.tensors.items())

@@ -13,6 +13,7 @@ from rft.algorithm.advantages import ADVANTAGES, Columns, Credit
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
 from rft.config import AlgorithmConfig
 from rft.data.packing import AGGREGATIONS, Cost, Packed, pack
+from rft.data.runs import expanded
 from rft.ground.experience import Experience
 from rft.trainer.feed import Feed
 from tests.unit.test_feed import Alone
@@ -361,7 +362,9 @@ def test_an_experience_is_trained_on_as_often_as_its_advantage_says() -> None:
     arguments = {"std_threshold": 0.0, "duplicate_experiences": True}
     judged = credit.judge(experiences, "grpo", arguments)
     assert judged.groups == [0, 0, 0, 0] and [e.sample for e in judged.experiences] == [0, 0, 1, 1]
-    assert sum(row.weight.sum() for row in credit.rows(judged, "token-mean")) == pytest.approx(1.0)
+    assert sum(
+        expanded(row.weight).sum() for row in credit.rows(judged, "token-mean")
+    ) == pytest.approx(1.0)
     assert credit.rows(credit.judge(experiences[2:], "grpo", arguments), "token-mean") == []
 
 
@@ -370,7 +373,7 @@ def test_the_norm_of_dr_grpo_is_the_same_in_every_step() -> None:
         [made(1.0, 0, length=3), made(0.0, 0, length=5)], "grpo", {"normalize_std": False}
     )
     rows = credit.rows(judged, "seq-mean-token-sum-norm", longest=10)
-    assert [row.weight.max() for row in rows] == pytest.approx([1 / (2 * 10)] * 2)
+    assert [expanded(row.weight).max() for row in rows] == pytest.approx([1 / (2 * 10)] * 2)
     assert set(AGGREGATIONS) >= {kind.loss_agg_mode for kind in ALGORITHMS.values()}
 
 

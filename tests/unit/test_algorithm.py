@@ -14,6 +14,7 @@ from rft.algorithm.losses import LOSSES, token_loss
 from rft.algorithm.ratios import ESTIMATORS, mismatch
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
 from rft.config import AlgorithmConfig
+from rft.data.runs import expanded
 from rft.ground.experience import Experience, VersionSpan
 
 
@@ -134,12 +135,9 @@ def test_rows_align_advantage_and_weight_with_response_tokens() -> None:
         "token-mean",
     )
     assert [r.trained.tolist() for r in made] == [[0, 0, 1], [0, 0, 1, 1, 1]]
-    assert sum(r.weight.sum() for r in made) == pytest.approx(1.0)
-    assert (
-        made[0].weight[2] == pytest.approx(0.25)
-        and made[0].advantage[0] == 0
-        and made[0].advantage[2] > 0
-    )
+    assert sum(expanded(r.weight).sum() for r in made) == pytest.approx(1.0)
+    weight, advantage = expanded(made[0].weight), expanded(made[0].advantage)
+    assert weight[2] == pytest.approx(0.25) and advantage[0] == 0 and advantage[2] > 0
 
 
 def test_rows_leave_out_experiences_without_a_trained_token() -> None:

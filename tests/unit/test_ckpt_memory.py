@@ -20,6 +20,7 @@ from states import (
     Ranks,
     State,
     equal,
+    large,
     managed,
     plain,
     save,
@@ -30,7 +31,8 @@ from states import (
 
 from rft.checkpoint import fence
 from rft.checkpoint.manager import CheckpointManager
-from rft.ground import durable
+from rft.checkpoint.records import CHUNK
+from rft.ground import durable, host_memory
 from rft.ground.process import adopt_orphans
 
 TRAINER = Path(__file__).with_name("kept_trainer.py")
@@ -51,9 +53,10 @@ def root(memory_path: Path) -> Iterator[Path]:
     until(lambda: fence.living_agents(root / "control") == [], "no agent is left")
 
 
-def kill(root: Path, epoch: int = 1) -> None:
+def kill(root: Path, epoch: int = 1, world: int = WORLD, parts: str = "") -> None:
     """Let ranks come to step 3, and kill them all."""
-    command = [sys.executable, str(TRAINER), str(root), str(WORLD), str(epoch)]
+    command = [sys.executable, str(TRAINER), str(root), str(world), str(epoch)]
+    command += [parts] * bool(parts)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"staged\n"
@@ -235,3 +238,72 @@ def test_a_budget_that_holds_no_whole_part_is_refused(root: Path) -> None:
     config = trainer_config(memory_interval=1, host_memory_gb=0.017)
     with pytest.raises(ValueError, match="memory_interval=1 keeps .* set at least 0.050"):
         CheckpointManager(root, Ranks(1).member(0), config).start(whole())
+
+
+def slots_of(process: int) -> dict[int, int]:
+    """Bytes of each slot that a process holds, by inode."""
+    found = [
+        link.stat()
+        for link in Path(f"/proc/{process}/fd").iterdir()
+        if "rft-checkpoint-slot" in os.readlink(link)
+    ]
+    return {one.st_ino: one.st_size for one in found}
+
+
+@pytest.mark.parametrize(("parts", "left"), [("1.3", 5), ("2", 6)])
+def test_what_memory_still_holds_of_a_checkpoint_is_not_read_from_disk(
+    root: Path, parts: str, left: int
+) -> None:
+    kill(root, world=1, parts=parts)
+    state, config = large(), trainer_config(memory=float(parts))
+    total = sum(tensor.nbytes for tensor in state.tensors.values())
+    before = slots_of(fence.holder(fence.lock_path(root / "control", 1, 0)))
+    assert sum(before.values()) <= float(parts) * total
+    [file] = root.glob("step_00000003/*.bin")
+    with file.open("r+b") as disk:  # of six chunks, one lies in two slots of 30 MiB
+        kept = disk.seek(3 * CHUNK) and disk.read(CHUNK)
+        disk.truncate(0)
+        disk.seek(3 * CHUNK)
+        disk.write(kept if left < 6 else b"")
+    manager = CheckpointManager(root, Ranks(1).member(0), config, epoch=2, log_dir=root.parent)
+    loop = manager.load(state)
+    assert loop is not None and loop["step"] == 3 and equal(state, large().fill(3))
+    assert manager.read[0] == left * CHUNK
+    with started([(manager, state, loop)]):
+        mine = [os.fstat(slot.descriptor) for slot in manager._stager.slots.all]
+        assert {one.st_ino: one.st_size for one in mine} == before  # with their pages
+        until(lambda: old_agents(root) == [], "they are written from now on")
+        save(manager, 4, state.fill(4))
+
+
+def test_what_was_written_over_is_read_from_disk(root: Path) -> None:
+    kill(root, world=1, parts="2")
+    agent = fence.holder(fence.lock_path(root / "control", 1, 0))
+    for link in Path(f"/proc/{agent}/fd").iterdir():
+        if "rft-checkpoint-slot" in os.readlink(link):
+            with link.open("r+b") as slot:
+                slot.seek(CHUNK + 7)
+                slot.write(b"\xff")
+    state = large()
+    manager = CheckpointManager(root, Ranks(1).member(0), trainer_config(), epoch=2)
+    loop = manager.load(state)
+    assert loop is not None and loop["step"] == 3 and equal(state, large().fill(3))
+    assert manager.read[0] == 5 * CHUNK
+    with started([(manager, state, loop)]):
+        pass
+
+
+def test_less_memory_is_taken_where_two_parts_do_not_fit(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = large()
+    total = sum(tensor.nbytes for tensor in state.tensors.values())
+    monkeypatch.setattr(host_memory, "available", lambda: int(1.6 * total))
+    with managed(memory_path / "c", state) as manager:
+        assert sum(slot.size for slot in manager._stager.slots.all) <= 1.3 * total
+        save(manager, 1, state.fill(1))
+    assert "trainer.checkpoint.memory=1.3, which takes 0.06 GB" in caplog.text
+    with pytest.raises(ValueError, match=r"0.10 GB, and 0.08 GB are free: set .*memory=1.3"):
+        CheckpointManager(memory_path / "d", Ranks(1).member(0), trainer_config(memory=2.0)).start(
+            state
+        )

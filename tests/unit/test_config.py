@@ -27,6 +27,7 @@ from rft.config.compose import CONFIG_DIR
 from rft.config.layout import stored_bytes
 from rft.data import packing
 from rft.megatron import schedule
+from rft.run.parts import engine_spec
 from rft.tools import docs_tables
 
 
@@ -203,6 +204,15 @@ def test_deterministic_decides_what_follows_from_it(assets: Path, tmp_path: Path
         rollout.enable_prefix_caching,
         config.synchronizer.max_staleness,
     ) == (256, True, 1)
+
+
+def test_engines_with_the_trainers_bits_may_batch_and_cache(assets: Path, tmp_path: Path) -> None:
+    given = ("deterministic=true", "trainer_engine=bitwise", "device=cpu")
+    (config,) = grpo(assets, tmp_path, *given)
+    rollout = config.explorer.rollout_model
+    assert (rollout.max_num_seqs, rollout.enable_prefix_caching) == (256, True)
+    assert config.synchronizer.max_staleness == 0
+    assert engine_spec(config, "engine_0", "a").make.keywords["bitwise"]
 
 
 @pytest.mark.parametrize(

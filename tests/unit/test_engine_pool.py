@@ -38,9 +38,12 @@ class Engine:
         self.name = name
         self.handle = ActorHandle(Handle(self))
         self.asked: list[str] = []
+        self.parts: list[tuple[int, int]] = []  # first sample and how many
         self.aborted: list[str] = []
         self.errors: list[Exception] = []
         self.going_on = asyncio.Event()
+        self.done: dict[int, Completion] = {}  # samples by place, while others are under way
+        self.looks: list[dict[str, list[int]]] = []
         self.clocks = (0.0, 0.0)
         if at_once:
             self.going_on.set()
@@ -48,6 +51,7 @@ class Engine:
     async def generate(self, request: bytes) -> bytes:
         asked = decode(request, GenerateRequest)
         self.asked.append(asked.request_id)
+        self.parts.append((asked.first, asked.n))
         await self.going_on.wait()
         if self.errors:
             raise self.errors.pop()
@@ -55,6 +59,13 @@ class Engine:
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+
+    async def finished(self, asked: dict[str, list[int]]) -> bytes:
+        self.looks.append(asked)
+        if self.errors:
+            raise self.errors[0]
+        new = {n: one for n, one in self.done.items()}
+        return encode({name: new for name in asked} if self.done else {})
 
     async def idleness(self) -> tuple[float, float]:
         if self.errors:
@@ -291,6 +302,63 @@ def test_fixed_engines_fail_their_caller(error: Exception) -> None:
             await EnginePool({"engine_0": engine.handle}).generate(request("0"))
 
     asyncio.run(test())
+
+
+def completion(token: int) -> Completion:
+    return Completion(tokens=[token], logprobs=[0.0], versions=[], stop="stop")
+
+
+def test_of_an_engine_that_dies_only_samples_that_were_not_finished_are_asked_for_again() -> None:
+    async def test(pool: EnginePool, synchronizer: Members) -> None:
+        first, second = Engine("engine_0", at_once=False), Engine("engine_1")
+        await synchronizer.admit(pool, first)
+        here: dict[int, Completion] = {}
+        job = asyncio.ensure_future(pool.generate(request("0", n=6), here))
+        alone = asyncio.ensure_future(pool.generate(request("1")))
+        await turns()
+        now = asyncio.get_running_loop().time()
+        await pool.look(now - 10)
+        assert first.looks == [], "nothing is under way for so long"
+        first.done = {1: completion(7), 4: completion(8)}
+        await pool.look(now + 10)
+        await pool.look(now + 10)
+        assert first.looks == [{"0": []}, {"0": [1, 4]}] and sorted(here) == [1, 4]
+        await synchronizer.admit(pool, first, second)
+        first.fail(RayActorError())
+        made = await job
+        await alone
+        assert [one.ids for one in made] == [[1], [7], [1], [1], [8], [1]]
+        assert sorted(second.parts) == [(0, 1), (0, 1), (2, 2), (5, 1)]
+        assert len(set(second.asked)) == 4 and not pool._under_way
+        assert [member.load for member in pool.open()] == [0]
+
+    scenario(test)
+
+
+def test_samples_that_are_there_are_not_asked_for_and_a_caller_that_gives_up_ends_all_parts() -> (
+    None
+):
+    async def test(pool: EnginePool, synchronizer: Members) -> None:
+        first = Engine("engine_0", at_once=False)
+        await synchronizer.admit(pool, first)
+        both = {0: completion(5), 1: completion(6)}
+        assert [one.ids for one in await pool.generate(request("0", n=2), both)] == [[5], [6]]
+        assert first.asked == []
+        job = asyncio.ensure_future(pool.generate(request("1", n=3), {1: completion(6)}))
+        await turns()
+        assert sorted(first.parts) == [(0, 1), (2, 1)]
+        job.cancel()
+        await turns()
+        assert sorted(first.aborted) == sorted(first.asked) and job.cancelled()
+        job = asyncio.ensure_future(pool.generate(request("2", n=3), {1: completion(6)}))
+        await turns()
+        first.fail(EngineUnavailable("mixed weights"), times=1)  # of both parts one
+        await turns()
+        assert not job.done()
+        await synchronizer.admit(pool, Engine("engine_1"))
+        assert len(await job) == 3
+
+    scenario(test)
 
 
 def test_slots_follow_the_engines() -> None:

@@ -73,8 +73,9 @@ class Buffer:
         first, self.issued = self.issued, self.issued + min(3, len(tasks))
         return list(range(first, self.issued))
 
-    async def readmit(self, name: str, group: int) -> None:
+    async def readmit(self, name: str, group: int) -> list[bytes]:
         self.readmitted.append(group)
+        return []
 
     async def put_some(self, puts: list[tuple[int, bytes, list[Any] | None]]) -> None:
         self.stored |= {

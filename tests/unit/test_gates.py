@@ -2,16 +2,22 @@
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rft.algorithm import credit
+from rft.algorithm.fields import Fields
+from rft.algorithm.losses import token_loss
 from rft.algorithm.ratios import mismatch
+from rft.algorithm.recipe import PLAIN
 from rft.config import ConfigError, DriftConfig
+from rft.data.packing import AGGREGATIONS
 from rft.ground.experience import Experience, VersionSpan
-from rft.trainer.gates import GATES, WINDOW, Drifted, Gates, differences, lost_tokens
+from rft.megatron.totals import Totals
+from rft.trainer.gates import GATES, WINDOW, Drifted, Gates, differences, lost
 from tests.unit.test_trainer import STEPS, Parts, trained
 
 FRESH = {"staleness/token_max": 0.0, "staleness/unversioned_tokens": 0.0}
@@ -23,6 +29,10 @@ HEALTHY = {
     "drift/routed_otherwise": 0.05,
     "drift/lost_tokens": 0.0,
     "drift/failed_trained": 0.0,
+    "drift/lost_weight": 1e-6,
+    "drift/gradient": 1e-4,
+    "drift/misjudged": 0.0,
+    "logprob_diff/max": 0.0,
 }
 WRONG = [
     ("engine", {"drift/token_mult_prob_error": 1.06}),
@@ -36,18 +46,26 @@ WRONG = [
     ("tokens", {"drift/lost_tokens": 3.0}),
     ("tokens", {"drift/lost_tokens": -3.0}),
     ("rewards", {"drift/failed_trained": 1.0}),
+    ("weights", {"drift/lost_weight": 0.01}),
+    ("gradient", {"drift/gradient": 0.6}),
+    ("gradient", {"drift/gradient": 0.1, "drift/gradient_first": 0.6}),
+    ("advantages", {"drift/misjudged": 1.0}),
+    ("bits", {"logprob_diff/max": 1e-7}),
+    ("bits", {"logprob_diff/max": 0.3, "logprob_diff/max_first": 1e-7}),
 ]
 
 
 def test_a_healthy_step_passes_no_gate(caplog: pytest.LogCaptureFixture) -> None:
-    assert Gates().after(1, HEALTHY) == {"drift/alarms": 0.0} and not caplog.records
+    gates = Gates(is_plain=True, is_bitwise=True)
+    assert gates.after(1, HEALTHY) == {"drift/alarms": 0.0} and not caplog.records
 
 
 @pytest.mark.parametrize(("name", "wrong"), WRONG)
 def test_each_gate_warns_once_with_cause_and_page(
     name: str, wrong: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    gates, (gate,) = Gates(), [one for one in GATES if one.name == name]
+    gates = Gates(is_plain=True, is_bitwise=True)
+    (gate,) = [one for one in GATES if one.name == name]
     for step in (1, 2, 3):
         assert gates.after(step, HEALTHY | wrong) == {"drift/alarms": 1.0}
     (record,) = caplog.records
@@ -69,6 +87,7 @@ def test_every_gate_has_a_number_that_passes_it() -> None:
         {**FRESH, "staleness/unversioned_tokens": 5.0, "drift/token_mult_prob_error": 9.0},
         {**HEALTHY, "staleness/token_max": 3.0, "drift/token_mult_prob_error": 1.5},
         {**HEALTHY, "staleness/token_max": 3.0, "drift/routed_otherwise": 0.9},
+        {**HEALTHY, "drift/gradient": 0.9},  # there are other terms in the loss
     ],
 )
 def test_what_a_run_does_not_know_warns_nobody(metrics: dict[str, float]) -> None:
@@ -79,6 +98,9 @@ def test_where_both_compute_in_fp32_the_limit_is_nearer() -> None:
     seen = HEALTHY | {"drift/token_mult_prob_error": 1.01}
     assert Gates().after(1, seen)["drift/alarms"] == 0
     assert Gates(is_fp32=True).after(1, seen)["drift/alarms"] == 1
+    pulled = HEALTHY | {"drift/gradient": 0.3}
+    assert Gates(is_plain=True).after(1, pulled)["drift/alarms"] == 0
+    assert Gates(is_plain=True, is_fp32=True).after(1, pulled)["drift/alarms"] == 1
     own = DriftConfig(token_mult_prob_error=1.1)
     assert Gates(own, is_fp32=True).after(1, seen)["drift/alarms"] == 0
 
@@ -181,12 +203,84 @@ def test_turns_and_lone_answers_are_not_compared() -> None:
 
 
 def test_tokens_are_counted_where_all_updates_were_made() -> None:
-    assert lost_tokens({"sample/trained_tokens": 9.0, "num_tokens": 7.0}) == {
-        "drift/lost_tokens": 2.0
-    }
-    assert lost_tokens({"num_tokens": 7.0}) == {}
+    assert lost({"sample/trained_tokens": 9.0, "num_tokens": 7.0}) == {"drift/lost_tokens": 2.0}
+    assert lost({"num_tokens": 7.0}) == {}
     skipped = {"sample/trained_tokens": 9.0, "num_tokens": 7.0, "skipped_updates": 1.0}
-    assert lost_tokens(skipped) == {}
+    assert lost(skipped) == {}
+
+
+def test_weights_are_compared_as_a_share_of_the_batch() -> None:
+    given = {"sample/weight": 2.0, "loss/weight": 1.9, "sample/advantage": 0.3}
+    given |= {
+        "loss/advantage": -1.7,
+        "sample/advantage_size": 4.0,
+        "sample/trained_tokens": 4.0,
+        "num_tokens": 4.0,
+    }
+    assert lost(given)["drift/lost_weight"] == pytest.approx(0.5)
+    assert lost(given | {"loss/weight": 2.0, "loss/advantage": 0.3})["drift/lost_weight"] == 0
+    assert "drift/lost_weight" not in lost(given | {"updates": 2.0}), "each has its own"
+
+
+def judged(rewards: list[float]) -> credit.CreditedStep:
+    made = answers([[2, 3], [4, 2]] * 8, [[-1.0, -2.0]] * 16)
+    for number, (one, reward) in enumerate(zip(made, rewards, strict=True)):
+        one.reward, one.action_mask = reward, [1, number % 3 % 2]
+    return credit.judge(made, "grpo", {})
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_the_sums_of_a_batch_are_those_of_its_rows(mode: str) -> None:
+    step = judged([0.1 * (number * 7 % 11) for number in range(16)])
+    rows = credit.rows(step, mode, 5)
+    found = credit.sums(step, mode, 5)
+    assert found["sample/weight"] == pytest.approx(sum(float(row.weight.sum()) for row in rows))
+    pushed = sum(float(row.weight @ (row.advantage * row.behaviour)) for row in rows)
+    assert found["sample/advantage"] == pytest.approx(pushed, abs=1e-6)
+
+
+def test_a_better_answer_never_has_the_lower_advantage() -> None:
+    step = judged([0.1 * (number * 7 % 11) for number in range(16)])
+    assert credit.misjudged(step, "grpo", {}) == {"drift/misjudged": 0.0}
+    turned = replace(step, advantages=step.advantages[::-1])
+    assert credit.misjudged(turned, "grpo", {})["drift/misjudged"] > 10
+    assert credit.misjudged(turned, "gigpo", {}) == {}, "which looks at more than rewards"
+    assert credit.misjudged(turned, "grpo", {"rank_penalty": 0.1}) == {}
+
+
+class Alone:
+    def reduce(self, sums: Any, maxima: Any) -> None: ...
+
+
+def pulled(loss: Any, moved: float = 0.0) -> float:
+    import torch
+
+    rng = torch.Generator().manual_seed(5)
+    old, advantage = (torch.randn(40, generator=rng) for _ in range(2))
+    weight = (torch.rand(40, generator=rng) - 0.3).clamp(min=0)
+    fields = Fields(
+        behaviour=old, advantage=advantage, weight=weight, mask=weight != 0, proximal=old
+    )
+    logprobs = (old + moved).requires_grad_()
+    totals = Totals(loss, counts=True, lacking=("entropy",), advised=True)
+    totals.add(logprobs, fields).backward()
+    found = totals.reduce(Alone())  # type: ignore[arg-type]
+    assert found["loss/weight"] == pytest.approx(float(weight.sum()))
+    assert found["loss/advantage"] == pytest.approx(float(weight @ (advantage * old)), abs=1e-6)
+    return found["drift/gradient"]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_policy_loss_begins_with_the_gradient_of_reinforce(name: str) -> None:
+    loss = token_loss(name, {})
+    assert pulled(loss) < 1e-5
+    assert pulled(loss, moved=-3.0) > 0.2, "one that has moved is no measure"
+
+    def turned(logprobs: Any, fields: Fields) -> Any:
+        losses, metrics = loss(logprobs, fields)
+        return -losses, metrics
+
+    assert pulled(turned) == pytest.approx(2.0, abs=1e-4)
 
 
 # --- what a resume finds --------------------------------------------------------------------------

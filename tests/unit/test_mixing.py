@@ -16,6 +16,7 @@ from rft.algorithm.fields import Fields
 from rft.algorithm.losses import ppo, token_loss
 from rft.config import AlgorithmConfig, ExperienceBufferConfig, RowFormatConfig
 from rft.data.packing import Cost
+from rft.data.runs import expanded
 from rft.data.supervised import SupervisedRows
 from rft.ground.experience import Batch, Experience
 from rft.megatron.totals import Totals
@@ -119,7 +120,7 @@ def test_each_kind_is_divided_by_its_own_count(loss: str, mu: float) -> None:
     for row, place in zip(made, order, strict=True):
         kept = row.trained > 0
         tensors = [
-            torch.from_numpy(a[kept]).double()
+            torch.from_numpy(expanded(a)[kept]).double()
             for a in (row.behaviour, row.advantage, row.weight, row.scores["expert"])
         ]
         fields = Fields(tensors[0], tensors[1], tensors[2], tensors[2] > 0, expert=tensors[3])

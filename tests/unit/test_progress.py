@@ -22,6 +22,7 @@ from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.journal import JournalError
 from rft.buffer.progress import (
+    Answered,
     Attached,
     Began,
     Consumed,
@@ -59,6 +60,7 @@ class Run:
         self.progress, self.journal = Progress(), list[bytes]()
         self.published = self.step = self.checkpoint = self.epoch = 0
         self.started: dict[int, int] = {}  # running group -> version published at its start
+        self.answered: dict[int, int] = {}  # group -> oldest version of an answer that is kept
         self.to_restart: list[int] = []
         self.failed: set[int] = set()
         self.batches: dict[int, list[int]] = {}
@@ -88,6 +90,21 @@ class Run:
 
     def running(self) -> list[int]:
         return [g.number for g in self.progress.unfinished("e") if g.number not in self.to_restart]
+
+    def answer(self, pick: int) -> None:
+        """By an engine, which serves what is published; or behind the end of its group."""
+        if running := self.running():
+            group = running[pick % len(running)]
+            version = max(self.published, self.started[group])
+            self.answered[group] = min(version, self.answered.get(group, version))
+        elif (group := self.progress.next_group - 1) < 0 or self.progress.is_open(group):
+            return
+        else:
+            version = 0
+        self.write(Answered(group=group, answers=b"", version=version))
+        if self.progress.is_open(group):
+            known = self.progress.oldest_version()
+            assert known is not None and known <= self.answered[group]
 
     def finish(self, pick: int) -> None:
         if running := self.running():
@@ -127,7 +144,8 @@ class Run:
         if self.size.are(wanted) >= self.size.units and all(g.stored for g in wanted):
             groups = [g.number for g in wanted]
             for group in groups:
-                assert self.step - self.started[group] <= self.max_staleness
+                oldest = min(self.started[group], self.answered.get(group, self.step))
+                assert self.step - oldest <= self.max_staleness
             self.write(Leased(step=self.step, trainer="t", run_epoch=self.epoch, groups=groups))
             self.batches[self.step], self.taken = groups, self.step
 
@@ -185,6 +203,7 @@ class Run:
 
 ACTIONS = (
     ["issue"] * 9
+    + ["answer"] * 6
     + ["finish"] * 9
     + ["train"] * 8
     + ["publish"] * 4
@@ -265,6 +284,12 @@ class Shared:
             group = open_groups[pick % len(open_groups)]
             size = self.table[group % len(self.table)]
             self.write(Stored(group=group, experiences=b"", size=size, rows=size + 1))
+
+    def answer(self, pick: int) -> None:
+        """Of any group, also one that is finished."""
+        if self.progress.next_group:
+            group = pick % self.progress.next_group
+            self.write(Answered(group=group, answers=b"", version=pick % 3))
 
     def fail(self, pick: int) -> None:
         if running := [g.number for g in self.progress.waiting.values() if not g.stored]:
@@ -351,7 +376,7 @@ class Shared:
 
 
 SHARED = (
-    ["issue"] * 9 + ["store"] * 9 + ["train"] * 9 + ["save"] * 3 + ["retain"] * 2
+    ["issue"] * 9 + ["answer"] * 5 + ["store"] * 9 + ["train"] * 9 + ["save"] * 3 + ["retain"] * 2
     + ["hand_over"] * 3 + ["resume", "silent", "attach", "snapshot", "fail"]
 )  # fmt: skip
 
@@ -822,6 +847,51 @@ def test_retention_shrinks_the_journal_and_keeps_what_a_checkpoint_needs(tmp_pat
         assert [group for group, _ in start["reissue"]] == [61]
         assert buffer.stats()["failed"] == 1
         await buffer.shutdown()
+
+    run(test)
+
+
+def test_answers_stay_until_their_group_is_finished_whatever_is_cut(tmp_path: Path) -> None:
+    """Also those that were kept while the journal was cut; of a finished group nothing is left."""
+
+    async def test() -> None:
+        buffer = make(tmp_path, 1, max_staleness=None, segment_bytes=2000)
+        await buffer.attach_trainer(0, 1)
+        await admitted(buffer, 4)
+        for word in (b"one", b"two"):
+            await buffer.answered([(group, word * 100, 3) for group in range(3)])
+        await buffer.abandon(1, "failed")
+        await buffer.put(3, rows(1.0))
+        await buffer.answered([(1, b"late", 0), (3, b"late", 0)])
+        for step, group in enumerate(await admitted(buffer, 30)):
+            assert group is not None
+            await buffer.put(group, rows(*range(9)))
+            if step == 20:
+                await buffer.retain(await buffer.position(), 0)
+                await buffer.answered([(0, b"three", None)])
+        await buffer._ledger.retained()
+        assert list(tmp_path.glob("*.base"))
+        await buffer.shutdown()
+
+        for again in range(2):  # from the cut journal, and from one that is cut again
+            buffer = make(tmp_path, 1, max_staleness=None, segment_bytes=2000)
+            left = await buffer.attach_explorer("e")
+            assert [group for group, _ in left["reissue"]] == [0, 2]
+            words = [b"one" * 100, b"two" * 100]
+            assert await buffer.readmit("e", 2) == words
+            assert await buffer.readmit("e", 0) == [*words, b"three"]
+            assert not buffer._ledger._places.answers.keys() - {0, 2}
+            assert buffer._progress.oldest_version() == 3
+            if again:
+                await buffer.put(0, rows(1.0))
+                assert list(buffer._ledger._places.answers) == [2]
+            else:
+                for group in await admitted(buffer, 30):
+                    assert group is not None
+                    await buffer.put(group, rows(*range(9)))
+                await buffer.retain(await buffer.position(), 0)
+                await buffer._ledger.retained()
+            await buffer.shutdown()
 
     run(test)
 

@@ -25,6 +25,14 @@ def test_peers_of_a_rank_that_died_are_killed_when_they_hang(tmp_path: Path) -> 
     assert record["died_at"] <= record["noticed_at"] <= time.monotonic()
 
 
+def test_peers_of_a_rank_that_was_killed_have_nothing_to_tell(tmp_path: Path) -> None:
+    with RankWatch(tmp_path, 2, peers_s=1000 * PATIENCE, killed_s=0.0):
+        peer = subprocess.Popen([sys.executable, "-c", HANGS])
+        dead = subprocess.Popen([sys.executable, "-c", HANGS])
+        dead.kill()
+        assert peer.wait(PATIENCE) == dead.wait() == -9
+
+
 def test_ranks_that_end_well_are_left_alone_and_nothing_is_noted(tmp_path: Path) -> None:
     with RankWatch(tmp_path, 2, peers_s=0.0):
         done = subprocess.Popen([sys.executable, "-c", ""])
@@ -45,6 +53,7 @@ def test_a_recovery_is_told_once_part_by_part(
     ticks = iter(range(10, 20))
     found.died_at, found.at["detect"], found.at["spawn"] = 7.0, 7.5, 9.0
     found.clock = lambda: float(next(ticks))
+    found.mark("imports")
     found.mark("groups")
     found.mark("build")
     found.resumed(step=4, reached=6, source="memory", read=(5 * 10**8, 0.25))
@@ -55,12 +64,13 @@ def test_a_recovery_is_told_once_part_by_part(
     assert found.pop() == {
         "recovery/detect_s": 0.5,
         "recovery/spawn_s": 1.5,
+        "recovery/imports_s": 1.0,
         "recovery/groups_s": 1.0,
         "recovery/build_s": 1.0,
         "recovery/load_s": 1.0,
         "recovery/begin_s": 1.0,
         "recovery/first_step_s": 1.0,
-        "recovery/total_s": 6.0,
+        "recovery/total_s": 7.0,
         "recovery/steps_again": 2.0,
         "recovery/read_gb": 0.5,
         "recovery/read_s": 0.25,

@@ -42,6 +42,9 @@ EXPERT = "{sft_dataset:{storage_type:file,path:EVAL,format:{prompt_type:plaintex
 MIX = f"algorithm.algorithm_type=mix +buffer.trainer_input.auxiliary_buffers={EXPERT}"
 LARGE = "trainer.num_ranks=null device=cuda cluster.gpu_per_node=8"
 REMOTE = "model.tinker.enable=true model.tinker.base_model=toy trainer.save_hf_checkpoint=never"
+BITS = "deterministic=true trainer_engine=bitwise"
+TWO = f"{BITS} trainer.num_ranks=2 trainer.megatron"
+ENGINE = "explorer.rollout_model"
 REFUSED = [  # overrides, the key that the message must name, and some of the fix
     # the run
     ("name=", "name", "letters, digits"),
@@ -754,6 +757,24 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "mode=train and a buffer of storage_type=queue",
         "mode=train with a file",
     ),
+    (f"{REMOTE} trainer_engine=bitwise", "trainer_engine", "leave it out"),
+    # the same bits in trainer and engine
+    ("trainer_engine=bitwise", "deterministic=false", "set deterministic=true, or trainer_engine"),
+    (f"{BITS} trainer.dtype=bf16", "trainer.dtype=bf16", "set trainer.dtype=fp32"),
+    (f"{BITS} {ENGINE}.dtype=bf16", f"{ENGINE}.dtype=bf16", f"set {ENGINE}.dtype=fp32"),
+    (f"{TWO}.tensor_model_parallel_size=2", "tensor_model_parallel_size=2", "parallel_size=1"),
+    (f"{TWO}.context_parallel_size=2", "context_parallel_size=2", "set trainer.megatron.context"),
+    (f"{BITS} {ENGINE}.tensor_parallel_size=2", "tensor_parallel_size=2", "another order"),
+    (f"{BITS} cluster.threads_per_engine=2", "cluster.threads_per_engine=2", "_engine=1"),
+    (f"{BITS} cluster.threads_per_rank=2", "cluster.threads_per_rank=2", "_rank=1"),
+    (f"{BITS} model.lora_configs=[{{name:a}}]", "model.lora_configs", "leave it out"),
+    (f"{BITS} model.min_response_tokens=2", "model.min_response_tokens=2", "hides the end token"),
+    (f"{BITS} {TASKSET}.rollout_args.top_p=0.9", f"{TASKSET}.rollout_args.top_p", "leave it out"),
+    (
+        f"{BITS} +{ENGINE}.engine_args.kv_cache_dtype=fp8",
+        f"{ENGINE}.engine_args.kv_cache_dtype",
+        "of vLLM's arguments only max_num_batched_tokens, block_size",
+    ),
     # pipelines: the rest of them is in test_task_pipeline.py and test_experience_operators.py
     (
         f"{EXP}.operators=[{{name:reward_filtre}}]",
@@ -969,3 +990,15 @@ def test_messages_without_a_chat_template_are_refused(
     assert config.model.custom_chat_template == own.read_text(encoding="utf-8"), (
         "the file wins (D4)"
     )
+
+
+def test_bits_of_a_family_that_engines_compute_their_own_way(assets: Path, tmp_path: Path) -> None:
+    model = tmp_path / "other"
+    shutil.copytree(assets / "model", model)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    config["rope_parameters"]["original_max_position_embeddings"] = 32
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    words = (f"model.model_path={model}", "device=cpu", *BITS.split())
+    with pytest.raises(ConfigError, match=r"rope_type=yarn: only LlamaForCausalLM.*trainer_engine"):
+        grpo(assets, tmp_path, *words)

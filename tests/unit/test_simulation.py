@@ -173,6 +173,26 @@ def a_cursor_that_is_not_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ExperienceBuffer, "attach_explorer", lost)
 
 
+@planted
+def answers_that_are_heard_before_they_are_durable(patch: pytest.MonkeyPatch) -> None:
+    async def answered(self: ExperienceBuffer, answers: Any) -> None:
+        for group, encoded, version in answers:
+            if self._progress.is_open(group):
+                self._append(records.Answered(group=group, answers=encoded, version=version))
+
+    patch.setattr(ExperienceBuffer, "answered", answered)
+
+
+@planted
+def answers_that_a_cut_of_the_journal_drops(patch: pytest.MonkeyPatch) -> None:
+    survivors = Progress.survivors
+
+    def without(self: Progress) -> Any:
+        return (one for one in survivors(self) if not isinstance(one, records.Answered))
+
+    patch.setattr(Progress, "survivors", without)
+
+
 @planted_at(486)
 def a_version_of_an_engine_that_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     """The trainer's own counts, when it comes back, though engines serve an older one."""

@@ -24,12 +24,13 @@ from rft.buffer.journal import JournalError
 from rft.buffer.sql_buffer import SqlBuffer
 from rft.buffer.sql_lives import Lost, Silence
 from rft.buffer.sql_patience import passes
-from rft.buffer.sql_schema import Tables
+from rft.buffer.sql_schema import SCHEMA, Tables
 from rft.buffer.sql_tables import check_database, connect, create, shown
 from rft.config import ConfigError, ExperienceBufferConfig
 from tests.unit.sql_world import (
     Clock,
     buffer,
+    check_views,
     exactly_once,
     older_tables,
     rows,
@@ -378,7 +379,9 @@ def test_a_call_whose_answer_was_lost_is_made_again_and_changes_nothing_more(
         assert await mine.admit_some("e", tasks) == [3, 4, 5]
         assert len((await mine.attach_explorer("e"))["reissue"]) == 6
         for group in range(6):
-            await mine.readmit("e", group)
+            await mine.answered([(group, b"answers", 0)])
+        for group in range(6):  # kept twice, as each is known by its name
+            assert set(await mine.readmit("e", group)) == {b"answers"}
         for group in range(5):
             await mine.put(group, rows(1.0))
         await mine.abandon(5, "failed")
@@ -444,6 +447,60 @@ def test_puts_of_one_call_are_stored_together_or_not_at_all(url: str) -> None:
     run(test)
 
 
+def test_answers_to_a_group_are_there_for_whoever_begins_it_again_until_it_is_finished(
+    url: str,
+) -> None:
+    async def test() -> None:
+        first = buffer(url)
+        await first.attach_explorer("e")
+        assert await admitted(first, "e", 3) == [0, 1, 2]
+        await first.answered([(0, b"a", 1), (1, b"b", 1)])
+        await first.answered([(0, b"c", None), (2, b"d", 2)])
+        await killed(first)
+        mine = buffer(url)
+        assert [group for group, _ in (await mine.attach_explorer("e"))["reissue"]] == [0, 1, 2]
+        assert [await mine.readmit("e", group) for group in range(3)] == [
+            [b"a", b"c"],
+            [b"b"],
+            [b"d"],
+        ]
+        await mine.put(0, rows(1.0, 0.0))
+        await mine.abandon(1, "failed")
+        await mine.answered([(0, b"late", 0), (1, b"late", 0)])
+        assert scalar(url, "select count(*) from experience_buffer_answers") == 1
+        assert mine._progress.oldest_version() == 0, "that of the experiences"
+        trainer = buffer(url)
+        await trainer.attach_trainer(0, 1)
+        await trainer.retain(0, 0)  # all events become a snapshot
+        assert await mine.readmit("e", 2) == [b"d"]
+        with sql.create_engine(url).connect() as db:
+            check_views(db, "experience_buffer", mine._progress)
+
+    run(test)
+
+
+def test_tables_without_answers_get_them(url: str) -> None:
+    """Those of version 4 have all others."""
+
+    async def before() -> None:
+        mine = buffer(url)
+        await mine.attach_explorer("e")
+        await admitted(mine, "e", 1)
+        await mine.shutdown()
+
+    async def after() -> None:
+        mine = buffer(url)
+        await mine.attach_explorer("e")
+        await mine.answered([(0, b"a", 0)])
+        assert await mine.readmit("e", 0) == [b"a"]
+
+    run(before)
+    change(url, "drop table experience_buffer_answers")
+    change(url, "update rft_buffers set version = 4")
+    run(after)
+    assert scalar(url, "select version from rft_buffers") == SCHEMA
+
+
 def test_rows_of_groups_that_nobody_needs_are_deleted_and_still_counted(url: str) -> None:
     async def test() -> None:
         mine = buffer(url)
@@ -498,7 +555,7 @@ def test_tables_of_an_older_rft_are_brought_up_to_date(
     assert scalar(url, "select version from rft_buffers") == version
     assert scalar(url, "select count(*) from sqlite_master") == before
     run(go_on)
-    assert scalar(url, "select version from rft_buffers") == 4
+    assert scalar(url, "select version from rft_buffers") == SCHEMA
 
 
 def test_a_later_attempt_of_a_trainer_ends_the_earlier_one(url: str) -> None:
@@ -582,6 +639,7 @@ def test_a_buffer_that_dies_behind_every_call_answers_as_one_that_does_not(tmp_p
         tasks = [(f"task {group}".encode(), {"next": group}) for group in groups]
         calls += [
             ("admit_some", ("e", tasks, None, groups[0] - 1)),
+            ("answered", ([(group, b"a", step) for group in groups],)),
             ("put_some", ([(group, rows(float(group)), None) for group in groups],)),
             ("take", (step,)),
             ("consumed", (step,)),

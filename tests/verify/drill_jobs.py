@@ -1,12 +1,12 @@
 """What the rank of test_silent_faults.py does: the real loop over real Megatron, saved and resumed,
-beside a sampler that shares no line with it: transformers, filled from the blocks that engines get.
-With one fault planted, or none.
+beside a sampler that shares no line with it: transformers, filled from the buckets that engines
+get. With one fault planted, or none.
 
-    Trainer ── blocks of version n ──► Sampler (transformers): groups of answers, their
+    Trainer ── buckets of version n ──► Sampler (transformers): groups of answers, their
             log-probabilities ──► Feed ──► step ──► ... save ──► a second attempt resumes, goes on
 
-In: a model directory, an empty directory and the name of a fault of `FAULTS`. Out: the gates that
-have warned.
+In: a model directory, an empty directory and the name of a fault of `FAULTS`, or the number of a
+mutation of `mutations`. Out: the gates that have warned, or what has refused to go on.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from unittest import mock
 
 import numpy as np
 import torch
-from jobs import gathered
 
 from rft.algorithm import credit
 from rft.checkpoint.stager import Stager
 from rft.config import SynchronizerConfig
 from rft.ground import device as devices
 from rft.ground.experience import Batch, Experience, VersionSpan
+from rft.ground.rounds import InFile, Round, TrainerInfo
 from rft.megatron import model as models
 from rft.megatron import network
 from rft.megatron import rope as rotary
@@ -34,13 +34,18 @@ from rft.megatron.policy import Policy
 from rft.run import assembly
 from rft.run.backends import MegatronBackend
 from rft.run.recovery import Recovery
+from rft.sync import plan as plans
+from rft.sync.origins import packed
 from rft.sync.publisher import Origin, Outcome, Publisher
+from rft.sync.readers import HandedBuckets
 from rft.tools.toy import write_arithmetic, write_model
 from rft.trainer.models import Models
+from tests.verify.mutations import MUTATIONS, plant
 
 GROUPS, EACH, PROMPT, RESPONSE = 6, 8, 6, 8
 TEMPERATURE = 0.7
 SAVED, END = 3, 5  # steps: the first attempt ends with a save, the second goes on
+BUCKET = 2**14  # bytes: most tensors are cut, some lie together
 
 
 class Sampler:
@@ -48,8 +53,10 @@ class Sampler:
     step has a reward that failed, as a timeout leaves it.
     """
 
-    def __init__(self, path: str, seed: int):
+    def __init__(self, path: str, root: str, seed: int):
         import transformers
+
+        self.buckets = Path(root) / "buckets"
 
         self.model = transformers.AutoModelForCausalLM.from_pretrained(path).float().eval()
         self.rng = np.random.default_rng(seed)
@@ -110,17 +117,31 @@ class Sampler:
 
 
 class Direct(Origin):
-    """Every version is served at once, from the blocks that engines would get."""
+    """Every version is served at once: in buckets in a file, as engines get them from memory, which
+    a worker's reader checks and puts together.
+    """
 
-    def __init__(self, mesh: Any, policy: Policy, sampler: Sampler):
+    def __init__(self, mesh: Any, policy: Policy, sampler: Sampler, file: Path):
         super().__init__(mesh, None, SynchronizerConfig(), 1)
-        self.policy, self.sampler = policy, sampler
+        self.policy, self.sampler, self.file = policy, sampler, file
+        self.plan = plans.build([policy.blocks()], BUCKET)
+        self.worker = HandedBuckets(torch.device("cpu"))
+        self.worker.connect(TrainerInfo(plan=plans.encode(self.plan), epoch=1, timeout=60.0))
 
     def connect(self) -> Outcome:
         return Outcome()
 
     def start(self, version: int, due: bool) -> None:
-        self.sampler.serve(version, gathered(self.policy))
+        told, at = [], 0
+        with self.file.open("wb") as out:
+            for data, digest in packed(self.plan, 0, self.policy, version):
+                out.write(data)
+                told.append((at, len(data), digest))
+                at += len(data)
+        location = InFile(path=str(self.file), streams=[told])
+        coming = Round(version=version, epoch=1, digest=self.plan.digest, location=location)
+        self.worker.check(coming)
+        self.sampler.serve(version, self.worker.stage(coming))
 
     def outcome(self) -> Outcome:
         return Outcome()
@@ -132,7 +153,7 @@ class Backend(MegatronBackend):
     sampler: Sampler
 
     def build_publisher(self, mesh: Any, models: Models, *_: Any) -> Publisher:
-        return Publisher(Direct(mesh, models.policy, self.sampler))
+        return Publisher(Direct(mesh, models.policy, self.sampler, self.sampler.buckets))
 
 
 # --- the faults: each wraps code of rft's own, for both attempts ----------------------------------
@@ -148,12 +169,14 @@ def stale_buffer() -> Any:
     """The largest tensor of a save is the one of the step before."""
     seen: dict[int, torch.Tensor] = {}
 
-    def start(original: Any, stager: Any, identity: str, tensors: Any, *rest: Any) -> Any:
+    def start(
+        original: Any, stager: Any, identity: str, tensors: Any, *rest: Any, **more: Any
+    ) -> Any:
         at = max(range(len(tensors)), key=lambda n: tensors[n].numel())
         stale = [*tensors]
         stale[at] = seen.get(at, tensors[at] * 0.99)
         seen[at] = tensors[at].clone()
-        return original(stager, identity, stale, *rest)
+        return original(stager, identity, stale, *rest, **more)
 
     return _patched(Stager, "start", start)
 
@@ -183,7 +206,7 @@ def failed_reward_is_zero() -> Any:
 
 def dropped_microbatch() -> Any:
     def run(original: Any, net: Any, part: Any, use: Any, forward_only: bool) -> Any:
-        return original(net, part if forward_only else part[:-1], use, forward_only)
+        return original(net, part if forward_only else [*part][:-1], use, forward_only)
 
     return _patched(network.Network, "_run", run)
 
@@ -277,13 +300,20 @@ def faults() -> list[str]:
     return list(FAULTS)
 
 
-def write(path: str, seed: int = 0, context: int = 256) -> str:
+def planted() -> int:
+    """All mutations, one over the other: raises where one cannot be."""
+    for mutation in MUTATIONS:
+        plant(mutation)
+    return len(MUTATIONS)
+
+
+def write(path: str, seed: int = 0, context: int = 256, head: int = 16) -> str:
     """A toy whose attention looks somewhere and whose answers differ: at transformers' scale of
     random weights (0.02) every model says the same.
     """
     from safetensors.torch import load_file, save_file
 
-    sizes = {"hidden": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 64}
+    sizes = {"hidden": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": head, "ffn": 64}
     write_model(path, seed=seed, context=context, **sizes)
     file = Path(path) / "model.safetensors"
     weights = {
@@ -294,19 +324,31 @@ def write(path: str, seed: int = 0, context: int = 256) -> str:
     return path
 
 
-def drilled(path: str, root: str, fault: str = "", seed: int = 0) -> list[str]:
-    """The gates that have warned in two attempts, in order."""
+def drilled(path: str, root: str, fault: str = "", seed: int = 0) -> tuple[list[str], Any]:
+    """The gates that have warned in two attempts, in order, and what the run ends with."""
     os.environ["RFT_LOG_DIR"] = root
-    sampler = Sampler(path, seed)
+    sampler, warned, end = Sampler(path, root, seed), [], None
     with FAULTS[fault]() if fault else contextlib.nullcontext():
-        return [
-            gate
-            for epoch, steps in enumerate((SAVED, END), start=1)
-            for gate in attempt(path, root, sampler, epoch, steps, seed)
-        ]
+        for epoch, steps in enumerate((SAVED, END), start=1):
+            gates, end = attempt(path, root, sampler, epoch, steps, seed)
+            warned += gates
+    return warned, end
 
 
-def attempt(path: str, root: str, sampler: Sampler, epoch: int, steps: int, seed: int) -> list[str]:
+def mutated(path: str, root: str, number: int) -> tuple[list[str], Any]:
+    """As `drilled`; what ends a run is no silent fault, and its error stands in the place of the
+    gates.
+    """
+    plant(MUTATIONS[number])
+    try:
+        return drilled(path, root)
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}".splitlines()[0]], None
+
+
+def attempt(
+    path: str, root: str, sampler: Sampler, epoch: int, steps: int, seed: int
+) -> tuple[list[str], Any]:
     config = config_of(path, root, seed)
     config.trainer.total_steps = steps
     device = devices.choose("cpu")
@@ -320,8 +362,9 @@ def attempt(path: str, root: str, sampler: Sampler, epoch: int, steps: int, seed
         assert built.trainer.fit(built.start) == steps
         built.trainer.checkpoints.close()
         built.trainer.publisher.close()
+        end = models.vitals()
         models.close()
-        return sorted(built.trainer.gates.warned)
+        return sorted(built.trainer.gates.warned), end
     finally:
         mesh.close()
 

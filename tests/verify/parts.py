@@ -64,6 +64,7 @@ PARTS = {
         *("loop", "resume_loop", "failures", "outer", "supervised", "stages_run", "experts"),
         *("routes", "flat_file", "debug_task", "sweep_resumes", "hub_run", "speculation"),
     ),
+    "bitwise": e2e("bitwise_engine"),
     "algorithms": e2e("algorithms", "ppo", "row_runs", "tinker_run"),
     "agents": tests(
         *(

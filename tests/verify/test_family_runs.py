@@ -1,12 +1,14 @@
 """Every family of `tests/dist/test_families.py` through the whole loop: steps in whose
 log-probabilities engine and trainer agree after every sync, an export that transformers loads, and
-a run that begins with that export, engine and trainer each reading it by themselves.
+a run that begins with that export, engine and trainer each reading it by themselves. And one that
+is killed, whose journal has the routes.
 """
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from exact import EVERYTHING, assert_same, deterministic, run_killed, run_whole, trained
 
 from rft.ground.families import num_experts
 from rft.ground.names import read_hf_config
@@ -60,3 +62,20 @@ def tuned(root: Path, name: str, assets: Path, steps: int, *more: str) -> Path:
         assert all(row["routing/agree_frac"] > 0.99 for row in rows)
     assert checkpoints(job)[-1] == steps
     return job
+
+
+def test_killed_and_continued_it_routes_as_it_did(tmp_path: Path) -> None:
+    """The step after the checkpoint is trained twice, the second time by the routes of the
+    journal.
+    """
+    steps, assets = 4, tmp_path / "assets"
+    write_model(assets / "model", "qwen3_moe", tied=False, **MODEL)
+    write_arithmetic(assets, digits=1, num_eval=16)
+    given = [f"trainer.total_steps={steps}", "trainer.save_interval=2", "explorer.eval_interval=0"]
+    run_whole(deterministic(tmp_path, "whole", assets, *given))
+    run_killed(deterministic(tmp_path, "killed", assets, *given), [(3, EVERYTHING)])
+    whole, killed = (tmp_path / "rft" / name for name in ("whole", "killed"))
+    assert all(one.routed_experts for batch in trained(killed, steps) for one in batch)
+    rows = step_rows(killed)
+    assert rows[2]["sample/replayed"] and all(row["routing/agree_frac"] > 0.99 for row in rows)
+    assert_same(killed, whole, steps)

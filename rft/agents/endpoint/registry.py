@@ -28,6 +28,7 @@ import numpy as np
 from rft.agents.endpoint.chat_format import ApiError
 from rft.agents.endpoint.sessions import Feedback, Session
 from rft.ground.experience import Experience, Sampling
+from rft.rollout.answers import RunAnswers
 
 log = logging.getLogger(__name__)
 AGAIN_S = 30.0  # between looks at what is late, and tries to store what could not be
@@ -45,6 +46,7 @@ class OpenedSession:
     touched: float
     under_way: int = 0
     may_reward: bool = False
+    answers: RunAnswers | None = None  # of the workflow's run that opened it
     rewarded: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -116,11 +118,15 @@ class Registry:
     # --- sessions ---------------------------------------------------------------------------------
 
     def open(
-        self, name: str | None = None, sampling: Sampling | None = None, may_reward: bool = False
+        self,
+        name: str | None = None,
+        sampling: Sampling | None = None,
+        may_reward: bool = False,
+        answers: RunAnswers | None = None,
     ) -> Session:
         session = Session(name or uuid.uuid4().hex, sampling or Sampling())
         now = time.monotonic()
-        self.open_[session.id] = OpenedSession(session, now, may_reward=may_reward)
+        self.open_[session.id] = OpenedSession(session, now, may_reward=may_reward, answers=answers)
         self.counts["sessions"] += 1
         return session
 

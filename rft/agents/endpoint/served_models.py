@@ -20,6 +20,7 @@ from rft.agents.endpoint.sessions import Continuation
 from rft.config import ConfigError
 from rft.data.chat import chat_text, end_of_turn
 from rft.ground.experience import Completion, GenerateRequest, Sampling
+from rft.rollout.answers import RunAnswers
 from rft.rollout.pool import EnginePool
 
 
@@ -85,8 +86,12 @@ class Model:
         sampling: Sampling,
         n: int = 1,
         stop: tuple[str, ...] = (),
+        answers: RunAnswers | None = None,
     ) -> list[Completion]:
-        """`n` answers; max_tokens=0 is the model's own, or as many as there is room for."""
+        """`n` answers; max_tokens=0 is the model's own, or as many as there is room for.
+
+        `answers`: of the run that asks, where they are durable before anybody hears them.
+        """
         room = self.max_model_len - len(prompt)
         asked = sampling.max_tokens or self.max_response or room
         sampling = msgspec.structs.replace(sampling, max_tokens=min(asked, room))
@@ -98,6 +103,8 @@ class Model:
             stop_token_ids=[self.stop_token],
             stop=list(stop),
         )
+        if answers is not None:
+            return await answers.complete(request)
         return await self.pool.generate(request)
 
     async def say(self, request_id: str, messages: list[dict[str, Any]], sampling: Sampling) -> str:

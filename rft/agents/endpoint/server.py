@@ -34,6 +34,7 @@ from rft.agents.endpoint.replies import SampledChoice
 from rft.agents.endpoint.served_models import Model
 from rft.agents.endpoint.sessions import Continuation, Feedback
 from rft.ground.experience import LARGEST_REWARD, Completion, Sampling, is_reward
+from rft.rollout.answers import RunAnswers
 from rft.rollout.context import Access, AgentSession
 
 log = logging.getLogger(__name__)
@@ -99,11 +100,14 @@ class OpenAIEndpoint:
             await self._runner.cleanup()
             self.file.unlink(missing_ok=True)
 
-    def open_session(self, sampling: Sampling, may_reward: bool = False) -> AgentSession:
+    def open_session(
+        self, sampling: Sampling, may_reward: bool = False, answers: RunAnswers | None = None
+    ) -> AgentSession:
         """A session for one run of an agent, with a key that opens it alone. `may_reward`: that key
-        also posts its reward; the run's own always does.
+        also posts its reward; the run's own always does. `answers`: to whom the policy's are told
+        before the agent hears them, and who knows those of before a restart.
         """
-        session = self.registry.open(sampling=sampling, may_reward=may_reward)
+        session = self.registry.open(sampling=sampling, may_reward=may_reward, answers=answers)
         access = Access(self.base_url(session.id), self.registry.key(session.id))
         return AgentSession(session, access, self.registry.open_[session.id].rewarded)
 
@@ -164,7 +168,9 @@ class OpenAIEndpoint:
                 )
             model = self._model(name)
             place, prompt = self._prompt(model, asked, found)
-            id = f"{'cmpl' if asked.messages is None else 'chatcmpl'}-{uuid.uuid4().hex}"
+            known = found.answers if model is self.policy else None
+            number = uuid.uuid4().hex if known is None else known.id(prompt)
+            id = f"{'cmpl' if asked.messages is None else 'chatcmpl'}-{number}"
             answering = self._answer(model, asked, found, place, prompt, id)
             headers = {"X-Session-Id": found.session.id}
             if asked.stream:
@@ -212,7 +218,8 @@ class OpenAIEndpoint:
                 sampling, seed=sampling.seed + len(found.session.calls)
             )
         made = await model.answer(
-            f"{found.session.id}/{id}", prompt, sampling, asked.n, tuple(asked.stop)
+            *(f"{found.session.id}/{id}", prompt, sampling, asked.n, tuple(asked.stop)),
+            answers=found.answers if model is self.policy else None,
         )
         if any(one.stop == "abort" for one in made):
             raise ApiError("the engine was told to give this answer up; ask again", status=503)

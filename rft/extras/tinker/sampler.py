@@ -103,6 +103,10 @@ class SamplerEngine:
             tokens=tokens, logprobs=logprobs, versions=spans, stop=sequence.stop_reason
         )
 
+    async def finished(self, asked: dict[str, list[int]]) -> bytes:
+        """As `RolloutEngine.finished`; nothing is known before the service's whole answer."""
+        return encode({})
+
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns without a token, with stop "abort": the service
         gives no half answers.
@@ -193,7 +197,7 @@ def _sample(client: Any, asked: GenerateRequest, room: int, ends: list[int]) -> 
         )
     params = SamplingParams(
         max_tokens=min(sampling.max_tokens, room),
-        seed=sampling.seed,
+        seed=None if sampling.seed is None else sampling.seed + asked.first,
         stop=sorted({*ends, *asked.stop_token_ids}),
         temperature=sampling.temperature,
         top_p=sampling.top_p,

@@ -1,0 +1,151 @@
+"""What a step will take is seen before it is taken, and decided only then."""
+
+import asyncio
+import operator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rft.algorithm import credit
+from rft.buffer.delivery import opened
+from rft.buffer.experience_buffer import ExperienceBuffer
+from rft.config import AlgorithmConfig, ExperienceBufferConfig
+from rft.data.packing import Cost, Packed, Stacked
+from rft.ground.experience import Batch, Experience, encode
+from rft.trainer.feed import Feed
+
+RECIPE = AlgorithmConfig(algorithm_type="grpo", advantage_fn="grpo", loss_agg_mode="token-mean")
+
+
+def group(number: int) -> bytes:
+    return encode(
+        [
+            Experience(
+                tokens=[number, 1 + n],
+                prompt_length=1,
+                action_mask=[1],
+                logprobs=[-1.0],
+                reward=float(n),
+                sample=n,
+            )
+            for n in range(2)
+        ]
+    )
+
+
+async def made(where: Path, stored: int) -> ExperienceBuffer:
+    buffer = ExperienceBuffer(ExperienceBufferConfig(), str(where), 2, 2, None, None)
+    await buffer.attach_trainer(0, 1)
+    await buffer.attach_explorer("e")
+    numbers = await buffer.admit_some("e", [(b"task", {})] * 6)
+    for number in numbers[:stored]:
+        await buffer.put(number, group(number))
+    return buffer
+
+
+def test_a_look_leases_nothing_and_a_take_leaves_out_what_was_seen(tmp_path: Path) -> None:
+    async def run() -> None:
+        buffer = await made(tmp_path, 3)
+        before = await buffer.position()
+        seen: dict[Any, Any] = {}
+        shown = opened(await buffer.look(0), seen)
+        assert (await buffer.position(), buffer.stats()["next_step"]) == (before, 0)
+        data = await buffer.take(0, "trainer", None, list(seen))
+        assert len(data) < len(await buffer.take(0))
+        taken = opened(data, seen)
+        assert all(map(operator.is_, taken.experiences, shown.experiences))
+        assert [one.group for one in taken.experiences] == [0, 0, 1, 1]
+        waiting = asyncio.create_task(buffer.look(1))  # one group of two is there
+        await asyncio.sleep(0)
+        await buffer.put(3, group(3))
+        assert [one.group for one in opened(await waiting).experiences] == [2, 2, 3, 3]
+        await buffer.take(1)
+        for end in (buffer.attach_trainer(1, 2), buffer.stop()):
+            waiting = asyncio.create_task(buffer.look(2))
+            await asyncio.sleep(0)
+            await end
+            assert opened(await waiting).experiences == []
+        await buffer.shutdown()
+
+    asyncio.run(run())
+
+
+class Alone:
+    rank, dp = 0, 1
+
+    def broadcast(self, item: Any) -> Any:
+        return item
+
+    def scatter_parts(self, parts: Any) -> list[Packed]:
+        stacked: list[Stacked] = parts[0]
+        return [one.packed() for one in stacked]
+
+
+class Shown:
+    """Takes what it has shown, but where it was told to take something else."""
+
+    def __init__(self, other: int | None = None, error: Exception | None = None) -> None:
+        self.other, self.error = other, error
+        self.batches: dict[int, Batch] = {}
+
+    def _batch(self, step: int) -> Batch:
+        experiences = [
+            Experience(
+                tokens=[step, 1 + n],
+                prompt_length=1,
+                action_mask=[1],
+                logprobs=[-1.0],
+                reward=float(n),
+                group=step,
+            )
+            for n in range(2)
+        ]
+        return self.batches.setdefault(step, Batch(step=step, experiences=experiences))
+
+    def begin_look(self, step: int) -> None:
+        self.step = step
+
+    def look(self) -> Batch:
+        if self.error is not None:
+            raise self.error
+        return self._batch(self.step)
+
+    def look_away(self) -> None: ...
+
+    def take(self, step: int) -> Batch:
+        if step == self.other:
+            self.batches.pop(step, None)
+        return self._batch(step)
+
+
+@pytest.mark.parametrize(
+    ("source", "judged"),
+    [(Shown(), 4), (Shown(other=2), 5), (Shown(error=OSError("gone")), 3)],
+    ids=["as seen", "others are taken", "nothing is seen"],
+)
+def test_a_step_trains_on_what_is_taken(
+    source: Any, judged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, real = [], credit.metrics
+
+    def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
+        steps.append(step)
+        return real(experiences, step)
+
+    monkeypatch.setattr(credit, "metrics", metrics)
+    feed = Feed(source, Alone(), RECIPE, 30, 1, Cost())
+    plain = Feed(source, Alone(), RECIPE, 30, 1, Cost())
+    plain.ahead = None
+    found = []
+    for step in range(3):
+        made = feed.next(step, stopping=False)
+        assert made is not None
+        found.append(made)
+    feed.close()
+    assert len(steps) == judged, "each step is made once, but where it was another one"
+    for step, made in enumerate(found):
+        wanted = plain.next(step, stopping=False)
+        assert wanted is not None and made.metrics == wanted.metrics
+        assert made.part[0].tokens.tolist() == wanted.part[0].tokens.tolist()
+        assert made.part[0].advantage.tolist() == wanted.part[0].advantage.tolist()
