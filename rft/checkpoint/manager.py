@@ -47,7 +47,6 @@ from rft.checkpoint.stager import (
     SlotPool,
     Stager,
     StagingTuner,
-    slot_size,
     windows_of,
 )
 from rft.checkpoint.storage import VERSIONS, WEIGHTS, open_storage
@@ -211,13 +210,7 @@ class CheckpointManager:
             self.epoch, total, kept + (0 if inherited else 2 * size), free
         )
         room.check(0 if inherited else size)
-        if self.trainer.memory_interval and len(windows) > 1:
-            raise ValueError(
-                f"trainer.memory_interval={self.trainer.memory_interval} keeps this rank's whole "
-                f"part in memory, {total / 1e9:.3f} GB, and trainer.checkpoint.host_memory_gb, or "
-                f"memory, has room for {2 * size / 1e9:.3f}: set at least "
-                f"{2 * slot_size(total, None) / 1e9:.3f}, or trainer.memory_interval=0"
-            )
+        room.check_whole(size, self.trainer.memory_interval)
         patience_s = min(self.config.staging_patience_s, self.config.agent_deadline_s)
         descriptors = inherited.slots if inherited else [None, None]
         slots = SlotPool(
