@@ -181,6 +181,10 @@ NO_DEVICE = {
     "checkpoint/agent.py _watch": "the agent's process loads no torch",
     "checkpoint/agent.py loop": "the agent's process loads no torch",
     "checkpoint/agent.py _export": "the agent's process loads no torch",
+    "checkpoint/peers.py accept": "the agent's process loads no torch",
+    "checkpoint/peers.py attend": "the agent's process loads no torch",
+    "checkpoint/replicas.py loop": "the agent's process loads no torch",
+    "checkpoint/replicas.py lose": "the agent's process loads no torch",
 }
 ENTERED_LATER = ("sync/sender.py", "_serve")
 
