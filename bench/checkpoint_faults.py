@@ -1,5 +1,6 @@
 """Injected faults against checkpoints: kill -9, power loss, I/O errors, corruption (as listed, and
-drawn anew each time), concurrency, and a control that must fail.
+drawn anew each time), concurrency, and a control that must fail. With `--only nodes`: nodes that
+are lost with their disks while their states travel to others.
 
     python -m bench.checkpoint_faults [--quick] [--count N] [--only CLASS] [--seed N]
 
@@ -16,7 +17,17 @@ import time
 from collections.abc import Callable, Iterable
 
 from bench import report
-from bench.faults import concurrency, control, corruption, drawn, errors, executed, kills, power
+from bench.faults import (
+    concurrency,
+    control,
+    corruption,
+    drawn,
+    errors,
+    executed,
+    kills,
+    nodes,
+    power,
+)
 from bench.faults.judge import Tally
 from bench.faults.kills import Ground
 from bench.faults.loader import Loader
@@ -39,6 +50,7 @@ QUICK = {
     "corruption": 170,
 }
 DRAWN = {True: 50, False: 1000}
+NODES = {True: 30, False: 1000}
 CONTROLS = 72
 MUTANT_STATES = {True: 40, False: 200}
 SHOWN = 12  # problems printed per class
@@ -53,10 +65,13 @@ def main(arguments: list[str] | None = None) -> None:
         "--count", type=int, help="injections in all, without the control and what is drawn"
     )
     parser.add_argument(
-        "--only", choices=[*SHARES, "drawn", "control", "mutants"], help="one class"
+        "--only", choices=[*SHARES, "drawn", "control", "mutants", "nodes"], help="one class"
     )
     parser.add_argument(
-        "--seed", type=int, default=secrets.randbelow(10**9), help="of the drawn corruptions"
+        "--seed",
+        type=int,
+        default=secrets.randbelow(10**9),
+        help="of what is drawn: corruptions, nodes",
     )
     asked = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or what is on the RAM disk would stay
@@ -72,6 +87,9 @@ def main(arguments: list[str] | None = None) -> None:
             tallies["full disk"] = timed(
                 lambda: full_disks(ground, (0, 3, 6) if asked.quick else range(9))
             )
+        if asked.only == "nodes":
+            count = asked.count or NODES[asked.quick]
+            tallies["nodes"] = timed(lambda: nodes.run(ground.top, count, asked.seed))
         guilty = (
             timed(lambda: control.run(ground, CONTROLS))
             if asked.only in (None, "control")

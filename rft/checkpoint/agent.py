@@ -55,6 +55,7 @@ from rft.checkpoint.records import (
     SaveFailed,
     Window,
 )
+from rft.checkpoint.replicas import Replicas
 from rft.checkpoint.storage import VERSIONS, Sink, Storage, open_storage
 from rft.checkpoint.wire import Wire
 from rft.checkpoint.writer import ChunkHasher, Gate, Pacer, Stream, Writer, receipt_of
@@ -91,6 +92,9 @@ class Agent:
         self._kept: VersionKeeper | None = None  # from the first version on
         self._states: dict[str, tuple[Receipt, int]] = {}  # kept, by save: what, in which slot
         self._released: set[str] = set()  # saves that were, before they could be kept
+        self._replicas = (
+            Replicas(settings, wire.send, self._let_go) if settings.replicas is not None else None
+        )
         self._lying: dict[int, Lying] = {}  # by slot: what was written of it last
         self._is_closed = False
         self._exports: dict[str, threading.Thread] = {}  # by name of the checkpoint that is read
@@ -103,22 +107,27 @@ class Agent:
         watcher.start()
         for loop in (self._read, self._beat):
             threading.Thread(target=loop, daemon=True).start()
+        if self._replicas is not None:
+            self._replicas.start()
         self.wire.send(Ready(pid=os.getpid()))
         while isinstance(message := self.inbox.get(), Begin | Window | Drop):
             self._handle(message)
             self._now("waiting", True)
         for writer in self._writers.values():  # begun and never staged as a whole
-            self._give_up(writer, f"rank {self.settings.rank} ended before this save was staged")
+            self._drop(writer, f"rank {self.settings.rank} ended before this save was staged")
         self.to_watch.put(None)
         watcher.join()
-        if not self._is_closed and (self._states or (self._lying and self._is_awaited())):
+        if not self._is_closed and self._has_any():
             self._now("keeping a state in memory", True)
             self.orphaned_at = None  # from here on it has a deadline of its own
             states, lying = list(self._states.values()), list(self._lying.values())
-            memory.Resting(self.settings, states, lying).serve()
+            memory.Resting(self.settings, states, lying, self._replicas).serve()
 
-    def _is_awaited(self) -> bool:
-        return fence.is_owned(Path(self.settings.control))
+    def _has_any(self) -> bool:
+        """Something that a rank may come back for."""
+        if self._states or (self._replicas is not None and self._replicas.others()):
+            return True
+        return bool(self._lying) and fence.is_owned(Path(self.settings.control))
 
     def _read(self) -> None:
         while (message := self.wire.receive()) is not None and not isinstance(message, Close):
@@ -177,6 +186,13 @@ class Agent:
             self.wire.send(Freed(id=identity, slot=window.slot))
 
     def _release(self, identity: str) -> None:
+        """The trainer is done with this state."""
+        if self._replicas is not None:
+            self._replicas.release(identity)
+        else:
+            self._let_go(identity)
+
+    def _let_go(self, identity: str) -> None:
         with self._lock:
             kept = self._states.pop(identity, None)
             if kept is None:
@@ -198,6 +214,8 @@ class Agent:
                 self._released.remove(writer.begin.id)
                 return False
             self._states[writer.begin.id] = receipt, window.slot
+            if self._replicas is not None:
+                self._replicas.keep(receipt, data)
             return True
 
     def _take(self, window: Window) -> bool:
@@ -217,7 +235,7 @@ class Agent:
             )
         elif isinstance(message, Drop):
             if writer is not None:
-                self._give_up(writer, message.why)
+                self._drop(writer, message.why)
         elif self._take(message):
             if writer is not None:
                 self._write(writer, message)
@@ -250,6 +268,12 @@ class Agent:
                     self._lying[window.slot] = Lying.of(window, writer.chunks)
             elif not writer.outputs:  # no more of it will come
                 del self._writers[message.id]
+
+    def _drop(self, writer: Writer, cause: str) -> None:
+        """It was not staged as a whole."""
+        if self._replicas is not None and writer.begin.kept is not None:
+            self._replicas.lose(writer.begin.id)
+        self._give_up(writer, cause)
 
     def _give_up(self, writer: Writer, cause: str) -> None:
         """This rank's part will not come: tell the trainer, and

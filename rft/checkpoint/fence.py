@@ -56,6 +56,31 @@ def take_epoch(control: Path, above: int = 0) -> int:
             number += 1
 
 
+def note_epoch(control: Path, epoch: int) -> None:
+    """On a node that has a control directory of its own: the number that another one has taken."""
+    directory = control / "epochs"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / str(epoch)).touch()
+
+
+def sign_epoch(control: Path, epoch: int, token: str) -> None:
+    """Whose the number is that `take_epoch` has given."""
+    durable.put(control / "epochs" / str(epoch), token)
+
+
+def grant(control: Path, epoch: int, token: str) -> str:
+    """Give the number to who calls itself `token`; why not, if that cannot be."""
+    path = control / "epochs" / str(epoch)
+    if (newest := newest_epoch(control)) > epoch:
+        return f"attempt {newest} has begun"
+    with contextlib.suppress(FileExistsError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("x").close()
+        durable.put(path, token)
+    owner = path.read_text(encoding="ascii")
+    return "" if owner == token else f"attempt {epoch} is another start's"
+
+
 def lock_path(control: Path, epoch: int, rank: int) -> Path:
     return control / "agents" / f"e{epoch:04d}-r{rank:05d}"
 

@@ -15,24 +15,32 @@ import logging
 import os
 from pathlib import Path
 
-from rft.checkpoint import sharding
+from rft.checkpoint import fence, sharding
 from rft.checkpoint.link import Link
 from rft.checkpoint.memory import Inherited, Memory
-from rft.checkpoint.records import Begin, Kept, Region, SaveFailed, Window
+from rft.checkpoint.neighbours import Place, agree
+from rft.checkpoint.records import Begin, Kept, Region, Replication, SaveFailed, Window
 from rft.checkpoint.stager import RELEASE_S
 from rft.ground.protocols import Collective
 
 log = logging.getLogger(__name__)
 SLOTS = 2
+REST_S = 60.0  # for agents of this node to finish what they write
 
 
 class KeptStates:
-    """`is_on`: whether this run keeps any; it reads what is there in any case."""
+    """`is_on`: whether this run keeps any; it reads what is there in any case. `place`: they are
+    kept on two nodes, this rank's being there; then what was kept before stays until one is.
+    """
 
-    def __init__(self, control: Path, ranks: Collective, is_on: bool):
+    def __init__(self, control: Path, ranks: Collective, is_on: bool, place: Place | None = None):
         self.ranks, self.is_on = ranks, is_on
+        self._place, self.is_twice = place, place is not None
         self.remembered: int | None = None  # step of the last save or load
         self.skipped = 0  # states that were not kept: both slots were in use
+        self.replicated: int | None = (
+            None  # step of the newest that two nodes have, of this attempt
+        )
         self._memory = Memory(control)
         self._inherited: Inherited | None = None
         self._kept: list[tuple[str, int]] = []  # saves and their steps, oldest first
@@ -49,7 +57,9 @@ class KeptStates:
         return self._inherited.slot_bytes if self._inherited is not None else 0
 
     def look(self) -> Memory:
-        """What agents of this host have kept of earlier attempts."""
+        """What agents of this host have kept of earlier attempts, once they write nothing more."""
+        if self.is_twice:  # rank 0 has waited for those that it sees: nodes may share no directory
+            fence.await_agents(self._memory.control, REST_S, log.warning)
         self._memory.look()
         return self._memory
 
@@ -64,18 +74,32 @@ class KeptStates:
         back.
         """
         found, self._inherited = self._inherited, None
-        if self.remembered is None:  # all that they hold is on disk too
+        if self.remembered is None and not self.is_twice:  # all that they hold is on disk too
             self.end_resting()
-        if found is None:
-            return None
-        is_same = found.slot_bytes == slot_bytes and len(found.slots) == SLOTS
-        if is_same and found.kept is None:
-            return found
-        if is_same and self.is_on and found.kept.receipt.regions == regions:
+        is_same = found is not None and found.slot_bytes == slot_bytes and len(found.slots) == SLOTS
+        if found is not None and found.kept is not None:
+            is_same = is_same and self.is_on and found.kept.receipt.regions == regions
+        elif self.is_twice:  # what lies in them is to stay
+            is_same = False
+        if self.is_twice:  # every rank goes on with it, or it stays with the agents before
+            said = self.ranks.gather(is_same)
+            is_same = self.ranks.broadcast(None if said is None else all(said))
+        if found is None or is_same:
             return found
         for descriptor in found.slots:
             os.close(descriptor)
         return None
+
+    def replication(self, epoch: int, total: int, wanted: int, free: int) -> Replication | None:
+        """What this rank's agent is told of the others', in bytes of its part, of what the rank
+        takes for itself, and of what its node has. Raises ConfigError, on every rank.
+        """
+        if self._place is None:
+            return None
+        sizes = (total, wanted, free)
+        found = agree(self.ranks, self._memory.control, epoch, self._place, sizes)
+        self.is_twice = found is not None
+        return found
 
     def start(self, link: Link, inherited: Inherited | None) -> None:
         """Let this rank's agent keep what was taken over. The one before rests on, until this one
@@ -83,7 +107,8 @@ class KeptStates:
         """
         self._link = link
         if inherited is None or inherited.kept is None:
-            self.end_resting()
+            if not self.is_twice or inherited is not None:
+                self.end_resting()
             return
         receipt = inherited.kept.receipt
         begin = Begin(
@@ -124,7 +149,8 @@ class KeptStates:
         """
         while len(self._kept) > 1:
             assert self._link is not None
-            self.end_resting()
+            if not self.is_twice or self.replicated is not None:
+                self.end_resting()
             self._link.release(self._kept.pop(0)[0])
 
     def patience_s(self, writing: set[str]) -> float:
@@ -145,7 +171,10 @@ class KeptStates:
     def metrics(self) -> dict[str, float]:
         if not self.is_on:
             return {}
-        return {
+        found = {
             "checkpoint/in_memory": -1 if self.newest is None else self.newest,
             "checkpoint/memory_skipped": self.skipped,
         }
+        if self.is_twice:
+            found["checkpoint/replicated"] = -1 if self.replicated is None else self.replicated
+        return found

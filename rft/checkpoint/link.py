@@ -184,7 +184,7 @@ class Link:
         try:
             process = subprocess.Popen(
                 [*self._command, str(theirs.fileno())],
-                pass_fds=[theirs.fileno(), *self.settings.slots],
+                pass_fds=[theirs.fileno(), *self.settings.inherited],
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,

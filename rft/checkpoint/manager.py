@@ -23,6 +23,7 @@ from typing import Any
 from rft.checkpoint import catalog, commit, restore, sharding
 from rft.checkpoint.kept import KeptStates
 from rft.checkpoint.link import AGENT, Link, SaveMessages
+from rft.checkpoint.neighbours import Place
 from rft.checkpoint.records import (
     Begin,
     CheckpointSettings,
@@ -34,6 +35,7 @@ from rft.checkpoint.records import (
     NotKept,
     Output,
     Region,
+    Replicated,
     Report,
     Retention,
     SaveFailed,
@@ -45,7 +47,6 @@ from rft.checkpoint.stager import (
     SlotPool,
     Stager,
     StagingTuner,
-    slot_size,
     windows_of,
 )
 from rft.checkpoint.storage import VERSIONS, WEIGHTS, open_storage
@@ -116,7 +117,9 @@ class CheckpointManager:
         about: dict[str, Any] | None = None,
         log_dir: Path | None = None,
         agent: tuple[str, ...] = AGENT,
+        place: Place | None = None,
     ):
+        """`place`: of this rank, for replicas."""
         self.storage = open_storage(root)
         self.ranks = ranks
         self.trainer = trainer
@@ -136,7 +139,8 @@ class CheckpointManager:
         # told by the link's thread, after everything else
         self.hear: Callable[[Report], None] = lambda report: None
         self._agent = agent
-        self._states = KeptStates(self.control, ranks, trainer.memory_interval > 0)
+        place = (place or Place()) if self.config.replicas else None
+        self._states = KeptStates(self.control, ranks, trainer.memory_interval > 0, place)
         self._saves = 0
         self._outcomes: dict[str, SaveOutcome] = {}
         # directories that are being written, and when they were last heard of
@@ -202,14 +206,11 @@ class CheckpointManager:
         )
         windows = windows_of(self._plan.regions, size, total)
         inherited = self._states.take_over(self._plan.regions, size)
+        replicas = self._states.replication(
+            self.epoch, total, kept + (0 if inherited else 2 * size), free
+        )
         room.check(0 if inherited else size)
-        if self.trainer.memory_interval and len(windows) > 1:
-            raise ValueError(
-                f"trainer.memory_interval={self.trainer.memory_interval} keeps this rank's whole "
-                f"part in memory, {total / 1e9:.3f} GB, and trainer.checkpoint.host_memory_gb, or "
-                f"memory, has room for {2 * size / 1e9:.3f}: set at least "
-                f"{2 * slot_size(total, None) / 1e9:.3f}, or trainer.memory_interval=0"
-            )
+        room.check_whole(size, self.trainer.memory_interval)
         patience_s = min(self.config.staging_patience_s, self.config.agent_deadline_s)
         descriptors = inherited.slots if inherited else [None, None]
         slots = SlotPool(
@@ -235,6 +236,7 @@ class CheckpointManager:
             deadline_s=self.config.agent_deadline_s,
             lease_s=self.config.lease_s,
             reserve=total * self.ranks.world,
+            replicas=replicas,
         )
         log_path = (
             self.log_dir / f"checkpoint_agent_{self.ranks.rank}.log" if self.log_dir else None
@@ -520,6 +522,9 @@ class CheckpointManager:
             with self._changed:
                 if report.target in self._exports:
                     self._exports[report.target] = time.monotonic()
+            return
+        if isinstance(report, Replicated):
+            self._states.replicated = report.step
             return
         if isinstance(report, SaveFailed) and report.id not in self._outcomes:
             self._states.skip(report)

@@ -23,7 +23,9 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,11 @@ import xxhash
 
 from rft.checkpoint import fence
 from rft.checkpoint.left import LeftChunks, Lying
+from rft.checkpoint.parts import Chosen, choose, newest_offered
+from rft.checkpoint.peers import Offer, Run, Whole, digest_of, remembered
 from rft.checkpoint.records import CHUNK, CheckpointSettings, Receipt
+from rft.checkpoint.remote import RemoteAgent, RemoteFile, Sources
+from rft.checkpoint.replicas import Replicas
 from rft.ground.process import frame, one_message, socket_address
 
 log = logging.getLogger(__name__)
@@ -41,7 +47,7 @@ UNOWNED_S = 2.0  # from the end of who starts ranks to that of who rests for the
 ANSWER_S = 5.0  # of either end of a socket, and for an agent that was told to end
 LOOKED, ENDED = b"look", b"end"  # what a rank asks
 MOST_BYTES = 2**30  # of an answer: regions of a rank's part
-SLOTS = 8  # descriptors of one agent, at most
+SLOTS = 64  # descriptors of one agent, at most
 
 
 class KeptState(msgspec.Struct, frozen=True):
@@ -50,13 +56,20 @@ class KeptState(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What an agent keeps, oldest first. Its slots' descriptors come beside it."""
+    """What an agent keeps, oldest first, then what it holds for others. Descriptors of its slots
+    come beside it, `own` of them, then those of replicas. `run`, `at`: by which, and where, agents
+    and ranks of other nodes ask it; `whole`: what it knows to be in the memory of two nodes.
+    """
 
     pid: int
     rank: int
     slot_bytes: int
     states: list[KeptState]
+    own: int
     lying: list[Lying] = []
+    run: Run | None = None
+    at: tuple[str, int] | None = None
+    whole: list[Whole] = []
 
 
 # --- the agent's side -----------------------------------------------------------------------------
@@ -72,19 +85,38 @@ class Resting:
         settings: CheckpointSettings,
         states: list[tuple[Receipt, int]],
         lying: list[Lying],
+        replicas: Replicas | None = None,
     ):
-        self.settings = settings
+        self.settings, self.states, self.lying = settings, states, lying
+        self.replicas = replicas
         self.control = Path(settings.control)
-        self.answer = msgspec.msgpack.encode(
-            Answer(
-                os.getpid(),
-                settings.rank,
-                settings.slot_bytes,
-                [KeptState(receipt, slot) for receipt, slot in states],
-                lying,
-            )
+
+    def answer(self) -> tuple[Answer, list[int]]:
+        """And the descriptors: a replica may still come while it rests."""
+        settings, replicas = self.settings, self.replicas
+        told = Answer(
+            os.getpid(),
+            settings.rank,
+            settings.slot_bytes,
+            [KeptState(receipt, slot) for receipt, slot in self.states],
+            len(settings.slots),
+            self.lying,
         )
-        self._what = f"the state of step {states[-1][0].step}" if states else "what was written"
+        if replicas is None or settings.replicas is None:
+            return told, settings.slots
+        others = replicas.others()
+        held = [
+            KeptState(receipt, len(settings.slots) + number)
+            for number, (receipt, _) in enumerate(others)
+        ]
+        told = msgspec.structs.replace(
+            told,
+            states=told.states + held,
+            run=replicas.run,
+            at=settings.replicas.at[settings.rank],
+            whole=replicas.held().whole,
+        )
+        return told, [*settings.slots, *(descriptor for _, descriptor in others)]
 
     def serve(self) -> None:
         """Until a rank says that it has all, nobody can come any more, or `deadline_s`."""
@@ -97,6 +129,8 @@ class Resting:
             try:
                 os.chmod(path, 0o600)  # nobody can connect before `listen`
                 listener.listen()
+                if self.replicas is not None:
+                    self.replicas.is_resting.set()
                 self._serve(listener)
             finally:
                 path.unlink(missing_ok=True)
@@ -104,7 +138,8 @@ class Resting:
     def _serve(self, listener: socket.socket) -> None:
         now = time.monotonic()
         end, awaited = now + self.settings.deadline_s, now
-        log.info("resting: %s is kept", self._what)
+        kept = [f"step {receipt.step}" for receipt, _ in self.states]
+        log.info("resting: %s kept", ", ".join(kept) if kept else "what was written is")
         while now < end and now < awaited + UNOWNED_S:
             if select.select([listener], [], [], LOOK_S)[0]:
                 with listener.accept()[0] as caller:
@@ -113,7 +148,12 @@ class Resting:
             if fence.is_over(self.control, self.settings.epoch):
                 return
             now = time.monotonic()
-            awaited = now if fence.is_owned(self.control) else awaited
+            if self.replicas is not None:  # who starts ranks again may have been on a lost node
+                if self.replicas.is_over.is_set():
+                    return
+                awaited = now
+            elif fence.is_owned(self.control):
+                awaited = now
 
     def _reply(self, caller: socket.socket) -> bool:
         """Whether it was told to end; a caller that breaks off is nobody."""
@@ -123,8 +163,9 @@ class Resting:
             if asked == ENDED:
                 caller.sendall(frame(b""))
                 return True
-            socket.send_fds(caller, [b"\0"], self.settings.slots)
-            caller.sendall(frame(self.answer))
+            answer, descriptors = self.answer()
+            socket.send_fds(caller, [b"\0"], descriptors)
+            caller.sendall(frame(msgspec.msgpack.encode(answer)))
         return False
 
 
@@ -164,13 +205,16 @@ class Inherited(msgspec.Struct, frozen=True):
 
 @dataclass
 class Memory:
-    """The agents of this host that rest; none where nothing was kept."""
+    """The agents of this host that rest, and those of other nodes that were asked; none where
+    nothing was kept.
+    """
 
     control: Path
     agents: list[RestingAgent] = field(default_factory=list)
+    others: dict[tuple[str, int], RemoteAgent] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Ask all of them. One that does not answer is as if it were not there."""
+        """Ask all of this host. One that does not answer is as if it were not there."""
         own = fence.state_path(self.control, 0, 0).parent
         for path in fence.resting(self.control):
             if path.parent == own:
@@ -179,45 +223,109 @@ class Memory:
                 except (OSError, msgspec.DecodeError) as error:
                     log.warning("%s keeps a state and does not answer: %s", path.name, error)
 
-    def offers(self) -> list[Any]:
-        """[id, step, epoch, world, rank] of every part that is here."""
-        return [
-            [one.id, one.step, one.epoch, one.world, one.rank]
-            for one in (state.receipt for agent in self.agents for state in agent.answer.states)
+    def told(self) -> "Told":
+        """What is here, for rank 0."""
+        before = remembered(self.control)
+        answers = [agent.answer for agent in self.agents]
+        run = next((one.run for one in answers if one.run), before.run if before else None)
+        return Told(
+            [one for _, one in self._offered()],
+            [Head.of(receipt) for receipt, _ in self._offered() if receipt.rank == 0],
+            [whole for one in answers for whole in one.whole],
+            run,
+            before.at if before else [],
+            [one.at for one in answers if one.at],
+        )
+
+    def _offered(self) -> Iterator[tuple[Receipt, Offer]]:
+        for agent in self.agents:
+            for state in agent.answer.states:
+                is_own = state.slot < agent.answer.own
+                yield state.receipt, Offer.of(state.receipt, is_own, agent.answer.at)
+
+    def ask_others(self, told: "list[Told]") -> "Told":
+        """Agents of other nodes, all at once, of those that no rank has found on its own."""
+        run = next((one.run for one in told if one.run), None)
+        found = {tuple(at) for one in told for at in one.here}
+        wanted = sorted({tuple(at) for one in told for at in one.before} - found - set(self.others))
+        if run is None or not wanted:
+            return Told()  # they have been asked
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            for agent in pool.map(lambda at: RemoteAgent.asked(at, run), wanted):
+                if agent is not None:
+                    self.others[agent.at] = agent
+        offers = [one for agent in self.others.values() for one in agent.offers()]
+        heads = [
+            Head.of(receipt)
+            for agent in self.others.values()
+            for receipt in agent.receipts
+            if receipt.rank == 0
         ]
+        return Told(offers, heads, [one for a in self.others.values() for one in a.held.whole])
 
-    def _parts(self, identity: str) -> Iterator[tuple[RestingAgent, KeptState]]:
-        """Of several agents with the same part the last that came."""
-        found = {
-            state.receipt.rank: (agent, state)
-            for agent in self.agents
-            for state in agent.answer.states
-            if state.receipt.id == identity
-        }
-        return iter(found.values())
+    def parts(self, chosen: Chosen, run: Run | None) -> "dict[int, Sources]":
+        """By rank, all that can be read of this state: from this host, then from other nodes.
 
-    def receipts(self, identity: str) -> list[Receipt]:
-        return [state.receipt for _, state in self._parts(identity)]
+        Raises OSError where a part is on a node that does not answer any more.
+        """
+        found: dict[int, Sources] = {}
+        own_first = sorted(self._kept(chosen), key=lambda one: not one[2])
+        for agent, state, _ in own_first:
+            receipt = state.receipt
+            file = KeptFile(agent.path.name, receipt, agent.slots[state.slot])
+            found.setdefault(receipt.rank, Sources(receipt)).add(lambda file=file: file)
+        here = {agent.answer.at for agent in self.agents}
+        for rank, places in enumerate(chosen.at if run is not None else []):
+            for at in places:
+                if at in here:
+                    continue
+                if rank in found:  # asked only if what comes first does not give it
+                    found[rank].add(partial(self._file, at, run, chosen, rank))
+                    continue
+                with contextlib.suppress(OSError):  # the next one, or it is missing
+                    file = self._file(at, run, chosen, rank)
+                    found[rank] = Sources(file.receipt)
+                    found[rank].add(partial(self._file, at, run, chosen, rank))
+        missing = [rank for rank in range(chosen.world) if rank not in found]
+        if missing:
+            raise OSError(f"the part(s) of rank(s) {missing} lie on other hosts")
+        return found
 
-    def files(self, identity: str) -> dict[int, "KeptFile"]:
-        """By rank."""
-        return {
-            state.receipt.rank: KeptFile(
-                agent.path.name, state.receipt, agent.slots[state.slot], agent.answer.slot_bytes
-            )
-            for agent, state in self._parts(identity)
-        }
+    def _kept(self, chosen: Chosen) -> Iterator[tuple[RestingAgent, KeptState, bool]]:
+        for agent in self.agents:
+            for state in agent.answer.states:
+                one = state.receipt
+                if one.id == chosen.id and digest_of(one) == chosen.receipts[one.rank]:
+                    yield agent, state, state.slot < agent.answer.own
+
+    def _file(self, at: tuple[str, int], run: Run, chosen: Chosen, rank: int) -> "RemoteFile":
+        if at not in self.others:
+            agent = RemoteAgent.asked(at, run)
+            if agent is None:
+                raise OSError(f"nobody answers at {at[0]}:{at[1]}")
+            self.others[at] = agent
+        for receipt in self.others[at].receipts:
+            is_it = receipt.id == chosen.id and receipt.rank == rank
+            if is_it and digest_of(receipt) == chosen.receipts[rank]:
+                return RemoteFile(self.others[at], receipt)
+        raise OSError(f"{at[0]}:{at[1]} does not hold the part of rank {rank} any more")
 
     def inherited(self, identity: str, rank: int) -> Inherited | None:
         """This rank's own part of the state that was gone on from; without one, the slots of its
         agent, with what is left there.
         """
         mine = [
-            (agent, state) for agent, state in self._parts(identity) if state.receipt.rank == rank
+            (agent, state)
+            for agent in self.agents
+            for state in agent.answer.states
+            if (state.receipt.id, state.receipt.rank) == (identity, rank)
+            and agent.answer.rank == rank
+            and state.slot < agent.answer.own
         ]
         mine += [(agent, None) for agent in self.agents if agent.answer.rank == rank]
         for agent, state in mine:
-            return Inherited(state, [os.dup(slot) for slot in agent.slots], agent.answer.slot_bytes)
+            slots = [os.dup(slot) for slot in agent.slots[: agent.answer.own]]
+            return Inherited(state, slots, agent.answer.slot_bytes)
         return None
 
     def left(self) -> LeftChunks:
@@ -229,22 +337,27 @@ class Memory:
         )
 
     def end(self, rank: int, world: int) -> None:
-        """Let the agents end whose ranks are this one now; forget the others."""
+        """Let the agents end whose ranks are this one now; forget the others. Of agents with
+        replicas every rank ends all that it knows.
+        """
         for agent in self.agents:
-            if agent.answer.rank % world == rank:
+            if agent.answer.rank % world == rank or agent.answer.run is not None:
                 agent.end()
             for slot in agent.slots:
                 os.close(slot)
         self.agents.clear()
+        for other in self.others.values():
+            other.end()
+        self.others.clear()
 
 
 class KeptFile:
     """One rank's part in a slot: `reader.RankBytes`, without a copy."""
 
-    def __init__(self, name: str, receipt: Receipt, descriptor: int, size: int):
+    def __init__(self, name: str, receipt: Receipt, descriptor: int):
         self.name, self.bytes = name, receipt.bytes
         self._receipt = receipt
-        self._descriptor, self._size = descriptor, size
+        self._descriptor, self._size = descriptor, os.fstat(descriptor).st_size
         self._view: memoryview | None = None
         self._sound: set[int] = set()  # chunks that were compared with their hash
 
@@ -262,6 +375,50 @@ class KeptFile:
                     raise Damaged(f"memory of {self.name}: chunk {number} was changed", self.name)
                 self._sound.add(number)
         return self._view[start : start + count]
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What rank 0 kept of a state beside its bytes; `receipt`: sha256 of where it stands."""
+
+    receipt: str
+    loop: dict[str, Any]
+    about: dict[str, Any]
+    small: dict[str, bytes]
+
+    @classmethod
+    def of(cls, receipt: Receipt) -> "Head":
+        return cls(digest_of(receipt), receipt.loop or {}, receipt.about or {}, receipt.small)
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a rank tells of its host: parts, what is known to be whole, how agents of other nodes
+    are asked (`run`), where they were in the last attempt (`before`), which of them it has found.
+    """
+
+    offers: list[Offer] = []
+    heads: list[Head] = []
+    whole: list[Whole] = []
+    run: Run | None = None
+    before: list[tuple[str, int]] = []
+    here: list[tuple[str, int]] = []
+
+
+def states(memory: Memory, told: list[Told], others: bool) -> tuple[list[Chosen], list[str]]:
+    """Rank 0's: what may be gone on from, newest first, and who contradicts, by what ranks have
+    `told`. Agents of other nodes are asked, and `told` grows, where something is missing, or where
+    ranks could not read what they have found (`others`).
+    """
+
+    def chosen() -> tuple[list[Chosen], list[str]]:
+        offers = [one for each in told for one in each.offers]
+        return choose(offers, [one for each in told for one in each.whole])
+
+    found, lies = chosen()
+    newest = newest_offered([one for each in told for one in each.offers])
+    if others or not found or (found[0].epoch, found[0].step) < newest:
+        told.append(memory.ask_others(told))
+        found, lies = chosen()
+    return found, lies
 
 
 @contextlib.contextmanager

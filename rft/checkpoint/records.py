@@ -161,6 +161,20 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     retention: Retention
 
 
+class Replication(msgspec.Struct, frozen=True, kw_only=True):
+    """Agents of a run that hold each other's parts. `nodes`, `at`: of every rank, where it runs and
+    where its agent listens, at the descriptor `listener`. `journal`: directory of the one that
+    travels along; rank 0 only.
+    """
+
+    run: str
+    secret: str
+    nodes: list[str]
+    at: list[tuple[str, int]]
+    listener: int
+    journal: str = ""
+
+
 class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All that an agent must know before its first save; sent once.
 
@@ -180,6 +194,12 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     deadline_s: float
     lease_s: float  # how long the right to commit stays with one rank before the next may take it
     reserve: int = 0  # bytes of disk that versions leave to checkpoints
+    replicas: Replication | None = None
+
+    @property
+    def inherited(self) -> list[int]:
+        """Descriptors that every agent of this rank gets."""
+        return [*self.slots, *([self.replicas.listener] if self.replicas else [])]
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -301,6 +321,13 @@ class NotKept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cause: str
 
 
+class Replicated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Every rank's part of this state is in the memory of two nodes."""
+
+    id: str
+    step: int
+
+
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The agent lives; `doing` since `for_s` seconds. `is_waiting`: for work, or for its turn."""
 
@@ -310,7 +337,18 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Request = CheckpointSettings | Begin | Window | Drop | Release | Export | Close
-Report = Ready | Freed | Committed | Retained | Exported | Exporting | SaveFailed | NotKept | Beat
+Report = (
+    Ready
+    | Freed
+    | Committed
+    | Retained
+    | Exported
+    | Exporting
+    | SaveFailed
+    | NotKept
+    | Replicated
+    | Beat
+)
 
 _json = msgspec.json.Encoder(order="deterministic")
 

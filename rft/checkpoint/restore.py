@@ -26,7 +26,9 @@ import msgspec
 from rft.checkpoint import catalog
 from rft.checkpoint.catalog import committed
 from rft.checkpoint.left import LeftChunks
-from rft.checkpoint.memory import Memory
+from rft.checkpoint.memory import Memory, Told, states
+from rft.checkpoint.parts import Chosen
+from rft.checkpoint.peers import Run
 from rft.checkpoint.reader import (
     Checkpoint,
     Damaged,
@@ -157,15 +159,16 @@ def load(
     return _nothing(storage, candidates.rejected, ranks, patience_s)
 
 
-class Whole(msgspec.Struct, frozen=True):
-    """A state whose parts are all in memory, and what its first rank kept."""
+class Plan(msgspec.Struct, frozen=True):
+    """A state whose parts are all in memory, and what its first rank kept; `run`: by which agents
+    of other nodes are asked.
+    """
 
-    id: str
-    step: int
-    world: int
+    state: Chosen
     loop: dict[str, Any]
     about: dict[str, Any]
     small: dict[str, bytes]
+    run: Run | None
     on_disk: int | None
     is_on_disk: bool
 
@@ -178,76 +181,64 @@ def _from_memory(
     newest: "Callable[[], tuple[int, int] | None]",
 ) -> Restored | None:
     """`newest`: rank 0's, (epoch, step) of the newest checkpoint. None: go to the disk."""
-    said = ranks.gather([memory.offers(), _heads(memory)])
-    chosen = _by_first(ranks, lambda: msgspec.to_builtins(_whole(said or [], newest())))
-    if chosen is None:
-        return None
-    whole = msgspec.convert(chosen, Whole)
-    part = ReadReport(host=socket.gethostname())
-    mine = memory.receipts(whole.id)
-    before, count = time.monotonic(), 0
+    said = ranks.gather(msgspec.to_builtins(memory.told()))
+    told = msgspec.convert(said or [], list[Told])
+    for others in (False, True):
+        plans = _by_first(ranks, partial(_plans, memory, told, newest, others))
+        for plan in msgspec.convert(plans, list[Plan]):
+            if found := _from_parts(memory, plan, ranks, policy, layout):
+                return found
+    return None
+
+
+def _from_parts(
+    memory: Memory, plan: Plan, ranks: "Collective", policy: Snapshotable, layout: Any
+) -> Restored | None:
+    state, part = plan.state, ReadReport(host=socket.gethostname())
+    before, count, own = time.monotonic(), 0, []
     try:
-        files = memory.files(whole.id)
-        with Pieces(f"memory of step {whole.step}", mine, lambda one: files[one.rank]) as pieces:
+        files = memory.parts(state, plan.run)
+        mine = [files[rank].receipt for rank in sorted(files)]
+        own = [one.small | one.local for one in mine if one.rank == ranks.rank]
+        with Pieces(f"memory of step {state.step}", mine, lambda one: files[one.rank]) as pieces:
             count = _read_pieces(pieces, policy)
     except (Damaged, Mismatch, OSError) as error:
         part.damage = str(error)
     read = count, time.monotonic() - before
-    is_same = whole.world == ranks.world and whole.about.get("layout") == layout
-    own = [one.small | one.local for one in mine if one.rank == ranks.rank]
-    if is_same and not own and not part.damage:
-        part.damage = f"the part of rank {ranks.rank} lies on another host"
     lost = _by_first(ranks, partial(_first_damage, ranks.gather(msgspec.to_builtins(part))))
     if lost:
-        log.error("the state of step %d is not read from memory: %s", whole.step, lost)
+        log.error("the state of step %d is not read from memory: %s", state.step, lost)
         return None
-    where = f"the memory of the agents (step {whole.step})"
-    _take_over(policy, own[0] if is_same else whole.small, where, ranks)
+    where = f"the memory of the agents (step {state.step})"
+    is_same = state.world == ranks.world and plan.about.get("layout") == layout
+    _take_over(policy, own[0] if is_same else plan.small, where, ranks)
     if ranks.rank == 0:
         log.info("resumed from %s", where)
-    return Restored(whole.loop, whole.on_disk, whole.is_on_disk, whole.id, read)
+    return Restored(plan.loop, plan.on_disk, plan.is_on_disk, state.id, read)
 
 
-def _heads(memory: Memory) -> list[Any]:
-    """[id, loop, about, small] of every rank 0's part that is here."""
-    ids = {offer[0] for offer in memory.offers()}
-    return [
-        [one.id, one.loop, one.about, one.small]
-        for identity in ids
-        for one in memory.receipts(identity)
-        if one.rank == 0
-    ]
-
-
-def _whole(said: list[Any], newest: tuple[int, int] | None) -> Whole | None:
-    """The newest state of which every rank's part is somewhere, unless the disk has a newer one."""
-    ranks_of: dict[str, set[int]] = {}
-    known: dict[str, tuple[int, int, int]] = {}
-    heads: dict[str, list[Any]] = {}
-    for offers, told in said:
-        for identity, step, epoch, world, rank in offers:
-            ranks_of.setdefault(identity, set()).add(rank)
-            known[identity] = max(known.get(identity, (0, 0, 0)), (epoch, step, world))
-        heads |= {head[0]: head for head in told}
-    found = [
-        (epoch, step, identity)
-        for identity, (epoch, step, world) in known.items()
-        if ranks_of[identity] == set(range(world))
-    ]
-    if not found or max(found)[:2] < (newest or (0, 0)):
-        return None
-    epoch, step, identity = max(found)
-    _, loop, about, small = heads[identity]
-    return Whole(
-        identity,
-        step,
-        known[identity][2],
-        loop,
-        about,
-        small,
-        None if newest is None else newest[1],
-        newest == (epoch, step),
-    )
+def _plans(
+    memory: Memory,
+    told: list[Told],
+    newest: "Callable[[], tuple[int, int] | None]",
+    others: bool,
+) -> list[Any]:
+    """Rank 0's: states of which every rank's part is somewhere, newest first, and none that is
+    older than the newest on disk.
+    """
+    found, lies = states(memory, told, others)
+    for words in lies:
+        log.error("%s", words)
+    heads = {head.receipt: head for each in told for head in each.heads}
+    run = next((each.run for each in told if each.run), None)
+    plans, on_disk = [], newest()
+    for state in found:
+        at = (state.epoch, state.step)
+        if at >= (on_disk or (0, 0)):
+            head = heads[state.receipts[0]]
+            what = (state, head.loop, head.about, head.small, run)
+            plans.append(Plan(*what, on_disk[1] if on_disk else None, on_disk == at))
+    return cast(list[Any], msgspec.to_builtins(plans))
 
 
 def _first_damage(said: list[Any]) -> str:

@@ -108,6 +108,17 @@ class Room:
                 f"{self.free / count / 1.1e9:.2f}"
             )
 
+    def check_whole(self, size: int, memory_interval: int) -> None:
+        """Raises ValueError where states are kept in memory and a slot has no room for one."""
+        total = extent(self.regions)
+        if memory_interval and size < total:
+            raise ValueError(
+                f"trainer.memory_interval={memory_interval} keeps this rank's whole part in "
+                f"memory, {total / 1e9:.3f} GB, and trainer.checkpoint.host_memory_gb, or memory, "
+                f"has room for {2 * size / 1e9:.3f}: set at least "
+                f"{2 * slot_size(total, None) / 1e9:.3f}, or trainer.memory_interval=0"
+            )
+
 
 class Slot:
     """Host memory of one staged save (memfd), mapped here and in the agent; `number` is what

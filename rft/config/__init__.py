@@ -54,6 +54,7 @@ from rft.config.schema import Config as Config
 from rft.config.schema import CriticConfig as CriticConfig
 from rft.config.schema import CriticOptimizerConfig as CriticOptimizerConfig
 from rft.config.schema import DriftConfig as DriftConfig
+from rft.config.schema import LayoutConfig as LayoutConfig
 from rft.config.schema import LogConfig as LogConfig
 from rft.config.schema import LoraConfig as LoraConfig
 from rft.config.schema import MegatronConfig as MegatronConfig

@@ -166,6 +166,17 @@ class MegatronConfig(Section):
 
 
 @dataclass
+class LayoutConfig(Section):
+    """Sizes that are left out are those of `trainer.megatron`."""
+
+    num_ranks: Annotated[PosInt, "so many are started, on the nodes that are there"] = 1
+    tensor_model_parallel_size: Annotated[PosInt | None, "as in trainer.megatron"] = None
+    pipeline_model_parallel_size: Annotated[PosInt | None, "as in trainer.megatron"] = None
+    context_parallel_size: Annotated[PosInt | None, "as in trainer.megatron"] = None
+    expert_model_parallel_size: Annotated[PosInt | None, "as in trainer.megatron"] = None
+
+
+@dataclass
 class CheckpointConfig(Section):
     storage: Annotated[
         Str | None, "URL that fsspec knows, like s3://bucket/prefix; default: <job>/checkpoints"
@@ -212,6 +223,15 @@ class CheckpointConfig(Section):
         Literal["none", "needed", "all"],
         "which published versions are kept; needed: of which data may still be trained",
     ] = "none"
+    replicas: Annotated[
+        NonNegInt,
+        "of every state in memory, on the next node: 0 | 1; needs memory_interval and two nodes",
+    ] = 0
+    take_over: Annotated[
+        Bool,
+        "with replicas: half of the nodes, or more, do not answer, and the operator has seen to it "
+        "that they are lost: go on without them",
+    ] = False
 
 
 @dataclass
@@ -252,6 +272,11 @@ class TrainerConfig(Section):
         PosInt | None, "default: the fewest that the sizes of trainer.megatron need"
     ] = None
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    layouts: Annotated[
+        list[LayoutConfig],
+        "under torchrun and srun: the first with as many ranks as were started, so that a run goes "
+        "on when nodes are lost",
+    ] = field(default_factory=list)
     dtype: Annotated[
         Literal["fp32", "bf16"] | None,
         "of the weights in training; bf16 keeps fp32 masters; default: bf16 on a GPU, fp32 on a "

@@ -7,6 +7,7 @@ refused.
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from itertools import chain, count
 from math import lcm
 from pathlib import Path
@@ -108,6 +109,49 @@ def fewest_ranks(megatron: MegatronConfig) -> int:
     return lcm(tp * megatron.context_parallel_size, experts) * pp
 
 
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+
+
+def take_layout(config: Config, environment: Mapping[str, str] = os.environ) -> None:
+    """The first of trainer.layouts that the ranks which were started make; without a launcher that
+    has started any, the first. Raises ConfigError, with all that is wrong.
+    """
+    trainer, problems = config.trainer, []
+    for number, layout in enumerate(trainer.layouts):
+        sizes = {key: getattr(layout, key) or getattr(trainer.megatron, key) for key in SIZES}
+        fewest = fewest_ranks(replace(trainer.megatron, **sizes))
+        if layout.num_ranks % fewest:
+            problems.append(
+                f"trainer.layouts[{number}].num_ranks={layout.num_ranks}: its sizes need a "
+                f"multiple of {fewest}; set that, or other sizes"
+            )
+    counts = [one.num_ranks for one in trainer.layouts]
+    if trainer.layouts and trainer.num_ranks not in (None, *counts):
+        problems.append(
+            f"trainer.num_ranks={trainer.num_ranks} is what trainer.layouts say: leave it out"
+        )
+    world = cards.ranks_of(environment) if cards.launched(environment) else None
+    fitting = [one for one in trainer.layouts if world in (None, one.num_ranks)]
+    if trainer.layouts and not fitting:
+        known = ", ".join(map(str, counts))
+        problems.append(
+            f"trainer.layouts have {known} ranks, and {world} were started on "
+            f"{cards.nodes_of(environment)} node(s): start as many as one of them has, or add one"
+        )
+    if problems:
+        raise ConfigError(*problems)
+    if fitting:
+        trainer.num_ranks = fitting[0].num_ranks
+        for key in SIZES:
+            size = getattr(fitting[0], key) or getattr(trainer.megatron, key)
+            setattr(trainer.megatron, key, size)
+
+
 def ray_of(environment: Mapping[str, str]) -> str:
     """The cluster that this process was started in:
 
@@ -148,6 +192,12 @@ def derived(machine: Machine, asks_ray: bool) -> tuple[Rule, ...]:
 
     return (
         Rule("cluster.ray_address", _derive_address, derives=True),
+        Rule(
+            "trainer.layouts trainer.num_ranks trainer.megatron",
+            take_layout,
+            derives=True,
+            late=True,
+        ),
         Rule("device mode", device, reads="cluster.ray_address", derives=True, late=True),
         Rule(
             "trainer.num_ranks trainer.megatron mode device cluster.gpu_per_node cluster.node_num "

@@ -125,7 +125,8 @@ def plan(config: Config) -> MemoryPlan:
     saved += int(critic > 0) * saved
     stored = trained * (item + state)  # copies are stored once
     stored += int(critic > 0) * stored
-    budget = config.trainer.checkpoint.host_memory_gb
+    checkpoint = config.trainer.checkpoint
+    budget, others = checkpoint.host_memory_gb, 2 * saved * checkpoint.replicas  # of other nodes
     rollout, synchronizer = config.explorer.rollout_model, config.synchronizer
     workers = rollout.tensor_parallel_size
     ends = transfer.of_config(config)
@@ -142,8 +143,9 @@ def plan(config: Config) -> MemoryPlan:
         logits=logits(dims, config, tokens),
         update=mine * item * (config.device == "cpu"),
         transfer=ends[0].bytes() if ends else 0,
-        staging=min(
-            int((config.trainer.checkpoint.memory or 2) * saved),
+        staging=others
+        + min(
+            int((checkpoint.memory or 2) * saved),
             int(budget * 1e9) if budget is not None else 2 * saved,
         ),
         checkpoint=stored,

@@ -180,9 +180,10 @@ def _only_deterministic(key: str, only: str | int) -> Rule:
 
 
 def _only_bitwise(key: str, only: object, why: str, kinds: str) -> Rule:
+    above = "trainer.dtype" if key.endswith("rollout_model.dtype") else ""  # whose default it has
     fix = "leave it out" if only == [] else f"set {key}={str(only).lower()}"
     return Rule(
-        f"{key} trainer_engine device mode",
+        f"{key} trainer_engine device mode {above}",
         lambda c: is_bitwise(c) and c.device in kinds.split() and get(c, key) != only,
         lambda c: (
             f"trainer_engine=bitwise with {key}={_said(get(c, key))}: {why}; {fix}, or {APART_BY}"

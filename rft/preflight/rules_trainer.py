@@ -32,6 +32,7 @@ IDLE = {  # keys of a model on one's own machines, and why they mean nothing to 
     "trainer.trainer_config": THERE,
     "trainer.checkpoint": THERE,
     "trainer.memory_interval": THERE,
+    "trainer.layouts": THERE,
     "trainer.save_strategy": THERE,
     "trainer.profiler": THERE,
     "trainer.peak_tflops": THERE,
@@ -297,6 +298,18 @@ CHECKPOINT = (
         "trainer.memory_interval={trainer.memory_interval} with "
         "trainer.checkpoint.when_busy=newest_wins: what is given up for a newer one would be gone "
         "from memory too; set when_busy=wait or skip",
+    ),
+    Rule(
+        "trainer.checkpoint.replicas",
+        lambda c: c.trainer.checkpoint.replicas > 1,
+        "trainer.checkpoint.replicas={trainer.checkpoint.replicas}: the next node holds one; set 1 "
+        "or 0",
+    ),
+    Rule(
+        "trainer.checkpoint.replicas trainer.memory_interval",
+        lambda c: c.trainer.checkpoint.replicas and not c.trainer.memory_interval,
+        "trainer.checkpoint.replicas={trainer.checkpoint.replicas} are of states in memory, and "
+        "trainer.memory_interval=0 keeps none: set it to 1, or replicas to 0",
     ),
     Rule(
         "trainer.memory_interval trainer.checkpoint.memory",

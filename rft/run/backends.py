@@ -138,8 +138,11 @@ class MegatronBackend(TrainBackend):
     def build_checkpoints(
         self, mesh: TrainerMesh, models: "Models", epoch: int
     ) -> "CheckpointManager":
+        from rft.buffer.store import journal_of
         from rft.checkpoint import fence
         from rft.checkpoint.manager import CheckpointManager
+        from rft.checkpoint.neighbours import Place
+        from rft.sync.connection import own_address
 
         config, lora = self.config, models.policy.lora
         about = {
@@ -149,6 +152,13 @@ class MegatronBackend(TrainBackend):
         }
         if lora:
             about["adapter"] = lora.as_peft(str(config.model.model_path))
+        buffer = config.buffer.trainer_input.experience_buffer
+        first = os.environ.get("MASTER_ADDR", "127.0.0.1")  # of the ranks' store
+        is_queue = config.mode == "both" and buffer.storage_type == "queue"
+        place = Place(
+            address=own_address(f"{first}:0"),
+            journal=journal_of(buffer, self.job) if is_queue else "",
+        )
         return CheckpointManager(
             configs.checkpoint_root(config),
             mesh,
@@ -158,6 +168,7 @@ class MegatronBackend(TrainBackend):
             device=self.device,
             about=about,
             log_dir=logs.where(Path(os.environ["RFT_LOG_DIR"]), config.log),
+            place=place,
         )
 
     def build_publisher(

@@ -172,9 +172,13 @@ def nodes_of(environment: Mapping[str, str]) -> int:
     )
 
 
+def ranks_of(environment: Mapping[str, str]) -> int:
+    """How many the launcher has started."""
+    return int(environment.get("WORLD_SIZE") or environment["SLURM_STEP_NUM_TASKS"])
+
+
 def _local_ranks(environment: Mapping[str, str]) -> int:
-    world = environment.get("WORLD_SIZE") or environment["SLURM_STEP_NUM_TASKS"]
-    return -(-int(world) // nodes_of(environment))
+    return -(-ranks_of(environment) // nodes_of(environment))
 
 
 @cache

@@ -220,7 +220,8 @@ def _train(rank: Rank, mesh: TrainerMesh) -> None:
 
 def take_epoch(rank: Rank) -> int:
     """Let the agents of the last attempt finish what they hold, then begin a new one."""
-    from rft.checkpoint import fence
+    from rft.checkpoint import fence, grants
+    from rft.checkpoint.peers import remembered
     from rft.checkpoint.storage import open_storage
 
     rank.waiting_for = "the last attempt's checkpoint"
@@ -228,7 +229,13 @@ def take_epoch(rank: Rank) -> int:
     fence.await_agents(control, rank.config.trainer.checkpoint.agent_deadline_s, log.warning)
     rank.waiting_for = ""
     written = catalog.list_entries(open_storage(configs.checkpoint_root(rank.config)))
-    return fence.take_epoch(control, above=max((entry.epoch for entry in written), default=0))
+    checkpoint = rank.config.trainer.checkpoint
+    before = remembered(control)
+    known = [entry.epoch for entry in written] + [before.epoch if before else 0]
+    epoch = fence.take_epoch(control, above=max(known))
+    if checkpoint.replicas:
+        grants.require(control, epoch, checkpoint.take_over)
+    return epoch
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rft import config as configs
-from rft.checkpoint import fence
+from rft.buffer.store import journal_of
+from rft.checkpoint import fence, journal_copy
 from rft.config import Config
 from rft.config.choices import start_lines
 from rft.ground import scratch
@@ -100,6 +101,7 @@ class Supervisor:
         """
         from rft.run.actors import Actors  # stages that read files need nothing of it
 
+        self._bring_journal()
         self.actors = Actors(self.config, self.log_dir, self._failed, self.say, self.task)
         if self.scratch is not None:
             self.scratch.starts_ray()
@@ -114,6 +116,17 @@ class Supervisor:
             self.warden.tell()
         self.actors.work(self._work_done)
         return True
+
+    def _bring_journal(self) -> None:
+        """Of a run whose first node is lost: what its agents have copied to this one."""
+        buffer = self.config.buffer.trainer_input.experience_buffer
+        if self.config.mode != "both" or buffer.storage_type != "queue":
+            return
+        job = configs.job_dir(self.config)
+        journal = Path(journal_of(buffer, job))
+        position = journal_copy.bring_back(fence.control_dir(job), journal)
+        if position is not None:
+            self.say(f"{journal} was not here, and begins as the copy of another node's")
 
     @property
     def is_ready(self) -> bool:

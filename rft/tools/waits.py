@@ -97,8 +97,28 @@ told
 checkpoint/memory.py
 Resting._serve | a rank that takes its states over | `deadline_s`; `UNOWNED_S` without anybody \
 who may start one | the agent ends
+checkpoint/peers.py
+Line.wait | what the other agent says next | none: the end of its connection; `IDLE_S` within a \
+message | the caller comes again
+Line.receive_into | bytes of a part | `IDLE_S` without one | the part is sent again
+dial | an agent of another node | `HELLO_S` | OSError: the caller asks the next, or again
+listen.accept | agents and ranks that call | none: a thread of its own; who proves nothing goes \
+after `HELLO_S` | -
 checkpoint/reader.py
 patiently | storage that cannot be reached | the caller's: `patience_s` | StorageUnreachable
+checkpoint/remote.py
+RemoteAgent.asked | an agent that still writes, until it rests | `AT_WORK_S` | its memory is not \
+read
+checkpoint/replicas.py
+Replicas._watch | the next look at slots that are wanted | `LOOK_S` | -
+Replicas._send_all | the next node's agent, which is not there | `AGAIN_S`, again and again | no \
+state is whole; what is wanted is given up after `STALLED_S`
+Replicas._send_to | a state to send | `LOOK_S`, again and again | -
+Replicas._hear_first | the first agent's word | `AGAIN_S`, again and again | no state is whole; \
+what is wanted is given up after `HELD_S`
+Replicas._serve | what other agents have | none: the end of their connection | -
+Replicas._take_all | the next part of another node's agent | none: the end of its connection | -
+Replicas._answer_all | a rank that came back | none: the end of its connection | -
 checkpoint/stager.py
 SlotPool.lease | a slot of staging memory | `staging_patience_s` | that save is given up
 SlotPool.is_free | a slot that was released just now | `RELEASE_S` | False: the caller's choice

@@ -25,7 +25,7 @@ from ranks import Ranks
 from runs import step_rows, write_assets
 
 CONTEXT, CHUNK, SEQUENCES, STEPS = 512, 256, 64, 200
-SHAPE: dict[str, Any] = {"hidden": 96, "layers": 3, "heads": 6, "kv_heads": 2, "head_dim": 16}
+SHAPE: dict[str, Any] = {"hidden": 192, "layers": 3, "heads": 6, "kv_heads": 2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAMILIES: dict[str, dict[str, Any]] = {  # tied and not; words that are no multiple of anything

@@ -18,6 +18,7 @@ import torch
 
 from rft.checkpoint import sharding
 from rft.checkpoint.manager import CheckpointManager
+from rft.checkpoint.neighbours import Place
 from rft.checkpoint.reader import Checkpoint
 from rft.checkpoint.records import FORMAT, Manifest, Receipt, encode_json, final_name, sha256
 from rft.checkpoint.sharding import Claim
@@ -142,6 +143,12 @@ def trainer_config(**checkpoint: Any) -> TrainerConfig:
     for key, value in checkpoint.items():
         setattr(config.checkpoint if hasattr(config.checkpoint, key) else config, key, value)
     return config
+
+
+def apart(root: Path, number: int) -> dict[str, Any]:
+    """Of a manager that is on node `number`."""
+    node = f"node{number}"
+    return {"control": root.parent / node / "control", "place": Place(node=node)}
 
 
 @contextlib.contextmanager

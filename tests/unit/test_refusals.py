@@ -767,7 +767,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     (f"{BITS} {ENGINE}.tensor_parallel_size=2", "tensor_parallel_size=2", "another order"),
     (f"{BITS} cluster.threads_per_engine=2", "cluster.threads_per_engine=2", "_engine=1"),
     (f"{BITS} cluster.threads_per_rank=2", "cluster.threads_per_rank=2", "_rank=1"),
-    (f"{BITS} model.lora_configs=[{{name:a}}]", "model.lora_configs", "leave it out"),
+    (f"{BITS} model.lora_configs=[{{lora_rank:4}}]", "model.lora_configs", "leave it out"),
     (f"{BITS} model.min_response_tokens=2", "model.min_response_tokens=2", "hides the end token"),
     (f"{BITS} {TASKSET}.rollout_args.top_p=0.9", f"{TASKSET}.rollout_args.top_p", "leave it out"),
     (

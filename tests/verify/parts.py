@@ -82,6 +82,7 @@ PARTS = {
     "sync-delta": full("delta_install"),
     "faults": full("faults_in_full"),
     "faults-store": full("store_faults"),
+    "faults-nodes": full("lost_nodes"),
     "resume": full("resume_every_step"),
     "kills": full("quickstart_killed"),
     "starts": full("starts_and_kills"),

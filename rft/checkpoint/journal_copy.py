@@ -1,0 +1,170 @@
+"""The buffer's journal on another node's disk, as far as the states that are in its memory need it.
+
+    agent of rank 0 ── names and sizes of the journal's files ──► agent on the next node
+                    ◄── how much of each is there ──
+                    ── what is missing, each piece with its hash ──►  written, synced; then files
+                                                                      that the journal has dropped
+                                                                      go
+    a start on that node: no journal is there ─► the copy takes its place
+
+In: a journal's directory, which its buffer goes on writing (`rft.buffer.journal`); never locked,
+never changed. Out: a directory that a journal opens, up to a position that was durable. Invariants:
+bytes before that position never change, so that what is there is never sent again; a copy is told
+of only when it is on the disk. No torch.
+"""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from rft.buffer.journal import mark_in, marked
+from rft.checkpoint.peers import Line, PeerRefused
+from rft.ground import durable
+
+log = logging.getLogger(__name__)
+PIECE = 4 * 2**20
+MARK = "durable"
+SYNC_S = 60.0  # for the peer's disk
+
+
+class JournalFiles(msgspec.Struct, frozen=True, tag=True):
+    """What a copy is to consist of: names and bytes, up to this position."""
+
+    files: list[tuple[str, int]]
+    position: int
+
+
+class JournalHeld(msgspec.Struct, frozen=True):
+    """Bytes of each file that are there already."""
+
+    held: list[int]
+
+
+class JournalPiece(msgspec.Struct, frozen=True):
+    """`count` bytes follow."""
+
+    count: int
+    digest: str
+
+
+class JournalStored(msgspec.Struct, frozen=True):
+    refused: str = ""
+
+
+class JournalMissing(OSError):
+    """There is no journal here that goes so far."""
+
+
+def directory(control: Path) -> Path:
+    """Of the copy that this node has."""
+    return control / "replicas" / "journal"
+
+
+def files_of(journal: Path, position: int) -> tuple[list[tuple[Path, int]], int]:
+    """The files of a copy, with the bytes of each that will not change any more, and the position
+    up to which they go. Raises JournalMissing.
+    """
+    mark = journal / MARK
+    sound = mark_in(mark.read_bytes()) if mark.exists() else None
+    if sound is None or sound < position:
+        raise JournalMissing(
+            f"{journal} is durable up to {sound or 0}, and the state needs {position}: is the "
+            "buffer on another node?"
+        )
+    bases = sorted(journal.glob("*.base"))
+    begin = int(bases[-1].stem) if bases else 0
+    found = [(path, path.stat().st_size) for path in bases[-1:]]
+    for path in sorted(journal.glob("*.log")):
+        start = int(path.stem)
+        if begin <= start < sound:
+            found.append((path, min(path.stat().st_size, sound - start)))
+    return found, sound
+
+
+def send(line: Line, journal: Path, position: int) -> None:
+    """Bring the peer's copy up to `position` at least. Raises OSError."""
+    found, sound = files_of(journal, position)
+    opened = []
+    try:
+        # a compaction may drop a file by its name now, and not what is open
+        opened = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path, _ in found]
+        line.send(JournalFiles([(path.name, size) for path, size in found], sound))
+        held = line.receive(JournalHeld).held
+        for descriptor, (_, size), begin in zip(opened, found, held, strict=True):
+            for start in range(begin, size, PIECE):
+                data = os.pread(descriptor, min(PIECE, size - start), start)
+                line.send(JournalPiece(len(data), xxhash.xxh3_128_hexdigest(data)))
+                line.send_bytes(data)
+        if refused := line.receive(JournalStored, SYNC_S).refused:
+            raise PeerRefused(refused)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def take(line: Line, told: JournalFiles, place: Path) -> None:
+    """The other end of `send`. Raises OSError."""
+    for name, _ in told.files:
+        if not Path(name).stem.isdecimal() or Path(name).suffix not in (".log", ".base"):
+            raise PeerRefused(f"{name} is no file of a journal")
+    place.mkdir(parents=True, exist_ok=True)
+    held = [_size(place / name, size) for name, size in told.files]
+    line.send(JournalHeld(held))
+    for (name, size), begin in zip(told.files, held, strict=True):
+        with (place / name).open("ab") as file:
+            file.truncate(begin)
+            while begin < size:
+                begin += _piece(line, file.fileno(), size - begin)
+            file.flush()
+            os.fsync(file.fileno())
+    durable.sync_directory(place)
+    durable.put(place / MARK, marked(told.position))
+    kept = {name for name, _ in told.files} | {MARK}
+    for path in place.iterdir():
+        if path.name not in kept:
+            path.unlink()
+    line.send(JournalStored())
+
+
+def _size(path: Path, wanted: int) -> int:
+    """Bytes that are there; more than there should be is of another journal."""
+    size = path.stat().st_size if path.exists() else 0
+    return size if size <= wanted else 0
+
+
+def _piece(line: Line, descriptor: int, left: int) -> int:
+    piece = line.receive(JournalPiece)
+    if not 0 < piece.count <= min(PIECE, left):
+        raise PeerRefused(f"a piece of {piece.count} bytes")
+    data = bytearray(piece.count)
+    line.receive_into(memoryview(data))
+    if xxhash.xxh3_128_hexdigest(data) != piece.digest:
+        raise PeerRefused("a piece of the journal is not what its hash says")
+    durable.write_all(descriptor, bytes(data))
+    return piece.count
+
+
+def bring_back(control: Path, journal: Path) -> int | None:
+    """Where this node has a copy and no journal, the copy takes its place; the position up to which
+    it goes. Nothing else is touched.
+    """
+    copy = directory(control)
+    position = mark_in((copy / MARK).read_bytes()) if (copy / MARK).exists() else None
+    if position is None or any(journal.glob("*.log")) or any(journal.glob("*.base")):
+        return None
+    draft = journal.with_name(f".{journal.name}.copy")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(copy, draft)
+    for path in draft.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    durable.sync_directory(draft)
+    if journal.exists():  # with a lock in it, and nothing else
+        shutil.rmtree(journal)
+    draft.replace(journal)
+    durable.sync_directory(journal.parent)
+    return position

@@ -1,0 +1,153 @@
+"""What ranks agree on before their agents hold each other's parts: who listens where, who holds
+whose, and that the memory of every node is enough.
+
+In: of each rank its node, an address that other nodes reach, the bytes of its part. Out: what its
+agent is told (`Replication`), the same run on all of them; ConfigError on every rank, all problems
+at once. A run that has had replicas goes on without them where a node is lost. Collective: every
+rank calls `agree` at the same point.
+"""
+
+import contextlib
+import ipaddress
+import logging
+import socket
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rft.checkpoint import fence
+from rft.checkpoint.peers import Remembered, Run, remember, remembered
+from rft.checkpoint.records import Replication
+from rft.checkpoint.replicas import BUFFERS, held_by, peer_of
+from rft.ground.errors import ConfigError, Late
+from rft.ground.protocols import Collective
+
+log = logging.getLogger(__name__)
+KEY = "trainer.checkpoint.replicas"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is. `journal`: directory of the one that travels along; empty: none does."""
+
+    node: str = field(default_factory=socket.gethostname)
+    address: str = "127.0.0.1"
+    journal: str = ""
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """A rank before the first save. `wanted`: bytes that it will take for itself; `free`: of its
+    node; `run`: what this node remembers, and of which attempt.
+    """
+
+    node: str
+    at: tuple[str, int]
+    part: int
+    wanted: int
+    free: int
+    run: Run | None
+    epoch: int
+
+
+def agree(
+    ranks: Collective, control: Path, epoch: int, place: Place, sizes: tuple[int, int, int]
+) -> Replication | None:
+    """`sizes`: bytes of this rank's part, those that it takes for itself, and what is free. None:
+    of a run that goes on, without what it needs for replicas.
+    """
+    before = remembered(control)
+    listener = socket.create_server((place.address, 0), backlog=128)
+    seat = Seat(
+        place.node,
+        listener.getsockname()[:2],
+        *sizes,
+        before.run if before else None,
+        before.epoch if before else 0,
+    )
+    said = ranks.gather(msgspec.to_builtins(seat))
+    mark = control / "replicas" / f"seen-{epoch}"
+    found = None
+    if said is not None:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        found = _agreed(msgspec.convert(said, list[Seat]))
+    why, name, secret, nodes, at = ranks.broadcast(found)
+    if why:
+        listener.close()
+        if not name:
+            raise ConfigError(Late(why))
+        if ranks.rank == 0:
+            log.error("states are on one node alone from now on: %s", why)
+            mark.unlink(missing_ok=True)
+        if nodes.index(place.node) == ranks.rank:
+            remember(control, Remembered(Run(name, secret), epoch, []))
+        return None
+    at = [(str(host), int(port)) for host, port in at]
+    sees = ranks.gather(mark.exists())
+    sees = ranks.broadcast(sees)
+    if nodes.index(place.node) == ranks.rank:  # the first of its node
+        fence.note_epoch(control, epoch)
+        remember(control, Remembered(Run(name, secret), epoch, at, all(sees)))
+    mark.unlink(missing_ok=True)
+    holder = peer_of(0, nodes)
+    # where the holder sees this directory, the journal lies on no node's own disk
+    journal = "" if holder is None or sees[holder] else place.journal
+    return Replication(
+        run=name,
+        secret=secret,
+        nodes=list(nodes),
+        at=at,
+        listener=listener.detach(),
+        journal=journal,
+    )
+
+
+def _agreed(seats: list[Seat]) -> list[Any]:
+    """[what is wrong, run, secret, nodes, addresses], as rank 0 has it; no run: it is a new one,
+    with which something is wrong.
+    """
+    known = max((one for one in seats if one.run), key=lambda one: one.epoch, default=None)
+    why = refusals(seats)
+    run = known.run if known and known.run else Run("", "") if why else Run.new()
+    at = [one.at for one in seats]
+    return [why, run.name, run.secret, [one.node for one in seats], at]
+
+
+def refusals(seats: list[Seat]) -> str:
+    """All that is wrong, a line for each; empty: nothing."""
+    nodes = [one.node for one in seats]
+    if len(set(nodes)) < 2:
+        return (
+            f"{KEY}=1 needs two nodes, and all {len(seats)} rank(s) are on {nodes[0]}: start ranks "
+            f"on another node too, or set {KEY}=0"
+        )
+    found = []
+    for node in dict.fromkeys(nodes):
+        here = [rank for rank, other in enumerate(nodes) if other == node]
+        own = sum(seats[rank].wanted for rank in here)
+        others = sum(BUFFERS * seats[held].part for rank in here for held in held_by(rank, nodes))
+        free = min(seats[rank].free for rank in here)
+        if own + others > free:
+            found.append(
+                f"{node} needs {(own + others) / 1e9:.3f} GB of memory: {own / 1e9:.3f} for two "
+                f"parts of each of its {len(here)} rank(s), {others / 1e9:.3f} for two of each "
+                f"part that it holds for others; {free / 1e9:.3f} GB are free"
+            )
+        for rank in here:
+            with contextlib.suppress(ValueError):
+                if ipaddress.ip_address(seats[rank].at[0]).is_loopback and not _all_here(seats):
+                    found.append(
+                        f"rank {rank} on {node} has no address that other nodes reach: name the "
+                        "first node by one (MASTER_ADDR), and not by loopback"
+                    )
+    if not found:
+        return ""
+    return "; ".join(found) + f". Use more nodes, or set {KEY}=0"
+
+
+def _all_here(seats: list[Seat]) -> bool:
+    """Nodes that are one machine, for tests: all have the same address."""
+    return len(Counter(one.at[0] for one in seats)) == 1

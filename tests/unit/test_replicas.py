@@ -1,0 +1,284 @@
+"""Parts of states on two nodes: who holds whose, what is whole, who is believed; nodes that are
+lost with their disks.
+"""
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from states import PATIENCE, Ranks, State, apart, equal, trainer_config, until, whole
+
+from bench.faults.nodes import Cluster
+from rft.buffer.journal import Journal, payloads
+from rft.checkpoint import fence, grants, journal_copy
+from rft.checkpoint.manager import CheckpointManager
+from rft.checkpoint.neighbours import Seat, refusals
+from rft.checkpoint.parts import choose
+from rft.checkpoint.peers import (
+    Line,
+    Offer,
+    PeerRefused,
+    Remembered,
+    Run,
+    Welcome,
+    Whole,
+    dial,
+    greet,
+    listen,
+    remember,
+)
+from rft.checkpoint.replicas import Gone, Grant, Roll, Taken, There, held_by, peer_of
+from rft.ground.errors import ConfigError
+from rft.ground.process import adopt_orphans
+
+TRAINER = Path(__file__).with_name("kept_trainer.py")
+
+
+def test_every_part_is_held_on_the_next_node() -> None:
+    nodes = ["a", "a", "b", "b", "c", "c"]
+    assert [peer_of(rank, nodes) for rank in range(6)] == [2, 3, 4, 5, 0, 1]
+    assert [held_by(rank, nodes) for rank in (0, 2)] == [[4], [0]]
+    uneven = ["a", "b", "a", "a"]
+    assert [peer_of(rank, uneven) for rank in range(4)] == [1, 0, 1, 1]
+    assert held_by(1, uneven) == [0, 2, 3]
+    assert peer_of(0, ["a", "a"]) is None
+    for rank in range(6):
+        assert nodes[peer_of(rank, nodes) or 0] != nodes[rank]
+
+
+def test_a_state_is_whole_when_every_rank_has_said_so() -> None:
+    roll = Roll(2)
+    assert roll.hear(1, There("n1", 1, "r1")) is None
+    assert roll.hear(1, There("n2", 2, "r1")) is None
+    assert roll.hear(0, There("n1", 1, "r0")) == Whole("n1", 1, ["r0", "r1"])
+    assert roll.hear(0, Gone("n2")) == Gone("n2") and roll.hear(1, Gone("n2")) is None
+    assert roll.hear(0, There("n2", 2, "r0")) == Gone("n2")
+    assert roll.hear(0, There("n0", 0, "r0")) is None
+    assert roll.newest == Whole("n1", 1, ["r0", "r1"])
+
+
+def offer(step: int, rank: int, receipt: str, place: str = "", own: bool = True) -> Offer:
+    at = (place, 1) if place else None
+    return Offer(
+        id=f"n{step}", step=step, epoch=1, world=2, rank=rank, receipt=receipt, is_own=own, at=at
+    )
+
+
+def test_the_newest_state_whose_parts_are_all_somewhere_is_chosen() -> None:
+    offers = [offer(3, 0, "x", "a"), offer(2, 0, "y", "a"), offer(2, 1, "z", "a", own=False)]
+    (found,), said = choose(offers, [])
+    assert (found.step, found.receipts, found.at) == (2, ["y", "z"], [[("a", 1)], [("a", 1)]])
+    assert said == []
+
+
+def test_who_tells_another_receipt_is_not_read() -> None:
+    true = [offer(2, 0, "y", "a"), offer(2, 1, "z", "b"), offer(2, 1, "z", "a", own=False)]
+    lie = offer(2, 0, "other", "b", own=False)
+    for order in (true + [lie], [lie] + true):
+        (found,), said = choose(order, [])
+        assert found.receipts == ["y", "z"] and found.at[0] == [("a", 1)]
+        assert len(said) == 1 and "('b', 1) tells another receipt of rank 0's part" in said[0]
+    # what agents know to be whole is more than what a rank's own agent tells
+    (found,), said = choose(true + [lie], [Whole("n2", 2, ["other", "z"])])
+    assert found.receipts == ["other", "z"] and "('a', 1)" in said[0]
+
+
+def test_memory_that_does_not_do_is_told_of_every_node() -> None:
+    def seat(node: str, free: int) -> Seat:
+        return Seat(node, ("10.0.0.1", 1), 10**9, 2 * 10**9, free, None, 0)
+
+    enough = [seat("a", 4 * 10**9), seat("b", 4 * 10**9)]
+    assert refusals(enough) == ""
+    said = refusals([seat("a", 3 * 10**9), seat("a", 3 * 10**9), seat("b", 10**9)])
+    assert "a needs 6.000 GB of memory: 4.000 for two parts of each of its 2 rank(s)" in said
+    assert "b needs 6.000 GB" in said and "1.000 GB are free" in said
+    assert "needs two nodes, and all 2 rank(s) are on a" in refusals([seat("a", 0)] * 2)
+
+
+def test_an_agent_of_another_run_is_refused_and_so_is_who_does_not_know_the_secret() -> None:
+    run = Run.new()
+    for other, why in ((Run.new(), f"of run {run.name}"), (Run(run.name, "0"), "secret")):
+        with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(dial, server.getsockname(), other, "read", 0, 1)
+            line = Line(server.accept()[0])
+            with pytest.raises(OSError):
+                greet(line, run)
+            line.close()
+            with pytest.raises(PeerRefused, match=why):
+                asked.result(PATIENCE)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1, 1)])
+def test_a_node_that_is_lost_costs_no_state_that_two_nodes_have(
+    shape: tuple[int, ...], memory_path: Path
+) -> None:
+    cluster = Cluster(memory_path / "c", shape)
+    try:
+        for step in (1, 2, 3):
+            assert cluster.make_step() == cluster.world and cluster.await_whole(step)
+        cluster.lose("node0")
+        cluster.end_ranks()
+        assert cluster.found(cluster.living()) == (3, [])
+    finally:
+        cluster.close()
+
+
+def test_bytes_that_have_changed_are_taken_from_another_node(
+    memory_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster(memory_path / "c", (1, 1))
+    try:
+        assert cluster.make_step() == 2 and cluster.await_whole(1)
+        cluster.end_ranks()
+        cluster.lie(random.Random(0), "node1")
+        assert cluster.found(["node1"]) == (1, [])
+        assert "was changed" in caplog.text
+    finally:
+        cluster.close()
+
+
+def granting(run: Run, control: Path, ends: ExitStack) -> tuple[str, int]:
+    """Where somebody listens who grants attempts as an agent does."""
+    server = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def serve(line: Line, _: Any) -> None:
+        line.send(Welcome())
+        asked = line.receive(Grant)
+        line.send(Taken(fence.grant(control, asked.epoch, asked.token)))
+
+    listen(server, run, serve)
+    return server.getsockname()
+
+
+def test_an_attempt_goes_on_that_most_agents_have_granted(tmp_path: Path) -> None:
+    run, stranger = Run.new(), Run.new()
+    starts = [tmp_path / name for name in ("one", "other")]
+    with ExitStack() as ends:
+        agents = [granting(run, tmp_path / f"node{n}", ends) for n in range(2)]
+        silent = granting(stranger, tmp_path / "cut off", ends)
+        with socket.create_server(("127.0.0.1", 0)) as ended:
+            gone = ended.getsockname()
+        for control in starts:
+            remember(control, Remembered(run, 1, [*agents, silent]))
+            assert fence.take_epoch(control, above=1) == 2
+        grants.require(starts[0], 2, takes_over=False)
+        # the other start has the same number, and comes too late, whatever its operator says
+        with pytest.raises(ConfigError, match="attempt 2 of this run does not go on: .* another"):
+            grants.require(starts[1], 2, takes_over=True)
+        # the agents publish nothing of the attempt before
+        assert [fence.newest_epoch(tmp_path / f"node{n}") for n in range(2)] == [2, 2]
+        for at, is_enough in (([agents[0], silent], False), ([gone, gone, silent], True)):
+            remember(starts[0], Remembered(run, 2, at))
+            if not is_enough:
+                with pytest.raises(ConfigError, match="1 of 2 agents do not answer .*take_over"):
+                    grants.require(starts[0], fence.take_epoch(starts[0]), takes_over=False)
+            grants.require(starts[0], fence.take_epoch(starts[0]), takes_over=not is_enough)
+
+
+def copied(journal: Path, control: Path, position: int) -> int:
+    """Bytes that went over the connection."""
+    ours, theirs = socket.socketpair()
+    sender, taker = Line(ours), Line(theirs)
+    sent, send_bytes = [], sender.send_bytes
+    for line in (sender, taker):
+        line.limit = 2**20
+
+    class Counting(Line):
+        def send_bytes(self, data: Any) -> None:
+            sent.append(len(data))
+            send_bytes(data)
+
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(
+            lambda: journal_copy.take(
+                taker, taker.receive(journal_copy.JournalFiles), journal_copy.directory(control)
+            )
+        )
+        counting = Counting(ours)
+        counting.limit = 2**20
+        journal_copy.send(counting, journal, position)
+        told.result(PATIENCE)
+    for line in (sender, taker):
+        line.close()
+    return sum(sent)
+
+
+def test_the_journal_travels_piece_by_piece_and_takes_its_place(tmp_path: Path) -> None:
+    control, place = tmp_path / "control", tmp_path / "b" / "journal"
+    journal = Journal(tmp_path / "a", segment_bytes=4000)
+    first = [b"%d" % n * 100 for n in range(60)]
+    for record in first:
+        journal.append([record])
+    journal.sync()
+    position = journal.position
+    journal.append([b"not durable"])
+    size = copied(journal.directory, control, position)
+    assert size == position and copied(journal.directory, control, position) == 0
+    with pytest.raises(journal_copy.JournalMissing, match="is durable up to"):
+        journal_copy.files_of(journal.directory, journal.position + 1)
+    # a compaction drops files; what is sent is what is new
+    cut = journal.cut(position)
+    assert cut is not None
+    journal.install(journal.write_base(cut, [b"kept"]))
+    journal.append([b"more"])
+    journal.sync()
+    assert copied(journal.directory, control, position) < size / 2
+    wanted = list(payloads(journal.directory))
+    assert wanted[0] == b"kept" and wanted[-1] == b"more"
+    assert journal_copy.bring_back(control, place) == journal.position
+    assert journal_copy.bring_back(control, place) is None  # one is there
+    assert list(payloads(place)) == wanted
+    opened = Journal(place)
+    assert opened.position == journal.position and opened.append([b"on"])
+    for one in (journal, opened):
+        one.close()
+
+
+def test_a_new_run_without_a_second_node_is_refused(memory_path: Path) -> None:
+    config = trainer_config(memory_interval=1, replicas=1)
+    manager = CheckpointManager(memory_path / "c", Ranks(1).member(0), config)
+    with pytest.raises(ConfigError, match="replicas=1 needs two nodes, and all 1 rank"):
+        manager.start(whole())
+
+
+@pytest.fixture
+def root(memory_path: Path) -> Iterator[Path]:
+    adopt_orphans()
+    yield memory_path / "c"
+    for control in memory_path.glob("node*/control"):
+        for lock in fence.living_agents(control):
+            psutil.Process(fence.holder(lock)).kill()
+        until(lambda control=control: fence.living_agents(control) == [], "no agent is left")
+
+
+def test_a_run_goes_on_in_another_layout_on_the_node_that_is_left(root: Path) -> None:
+    command = [sys.executable, str(TRAINER), str(root), "2", "1", "apart"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == b"staged\n"
+        trainer.kill()
+    lost = root.parent / "node0"
+    os.kill(fence.holder(fence.lock_path(lost / "control", 1, 0)), 9)
+    shutil.rmtree(lost)
+    for path in root.glob("step_*/*.bin"):
+        path.write_bytes(b"")  # whoever reads the disk finds damage
+    config, state = trainer_config(memory_interval=1, replicas=1), whole()
+    where = apart(root, 1)
+    manager = CheckpointManager(root, Ranks(1).member(0), config, epoch=2, **where)
+    loop: Any = manager.load(state)
+    assert (loop["step"], loop["seen"]) == (3, 3)
+    assert equal(state, whole().fill(3)) and isinstance(state, State)
+    manager.start(state)  # without replicas, as there is no other node
+    assert "checkpoint/replicated" not in manager.metrics()
+    old = fence.lock_path(where["control"], 1, 1)
+    until(lambda: old not in fence.living_agents(where["control"]), "the agent before is gone")
+    manager.close(PATIENCE)
