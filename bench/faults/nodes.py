@@ -30,7 +30,7 @@ from bench.faults.toy import Cut, plan, settings
 from rft.checkpoint import fence, sharding
 from rft.checkpoint.agent import Agent
 from rft.checkpoint.memory import Memory, states
-from rft.checkpoint.peers import Remembered, Run, remember
+from rft.checkpoint.peers import Remembered, RunKey, remember
 from rft.checkpoint.records import (
     Begin,
     CheckpointSettings,
@@ -47,7 +47,7 @@ from rft.checkpoint.wire import Wire
 from rft.ground import durable
 
 PATIENCE_S = 20.0
-ROOM_S = 0.3  # that a save waits for a slot
+ROOM_S = 0.3
 SHAPES = ((1, 1), (2, 2), (1, 1, 1), (2, 1), (2, 2, 2))  # ranks of each node
 KINDS = ("node", "node and an agent before", "node, and a lie", "ranks", "ranks, and a lie")
 
@@ -66,13 +66,13 @@ class RankEnd:
 
 
 class Cluster:
-    """`shape`: ranks of each node."""
+    """`shape`: ranks of each node. `room_s`: that a state waits for a slot."""
 
-    def __init__(self, top: Path, shape: tuple[int, ...], scale: int = 1, rate: float = 0.0):
-        self.top, self.scale, self.epoch = top, scale, 1
+    def __init__(self, top: Path, shape: tuple[int, ...], scale: int = 1, room_s: float = ROOM_S):
+        self.top, self.scale, self.epoch, self.room_s = top, scale, 1, room_s
         self.nodes = [f"node{n}" for n, count in enumerate(shape) for _ in range(count)]
         self.world = len(self.nodes)
-        self.run, self.step, self.whole = Run.new(), 0, 0
+        self.run, self.step, self.whole = RunKey.new(), 0, 0
         self.size = max(sharding.extent(one) for one in self.regions)
         self.slot_bytes = -(-self.size // PAGE) * PAGE
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in self.nodes]
@@ -103,7 +103,7 @@ class Cluster:
                 at=at,
                 listener=self._listeners[rank],
             )
-            told = msgspec.structs.replace(told, replicas=replicas, rate_limit=rate)
+            told = msgspec.structs.replace(told, replicas=replicas)
             self.ranks.append(RankEnd(told, *self._start(told)))
 
     @property
@@ -159,7 +159,7 @@ class Cluster:
         """As `KeptStates` does; False: the state was left out."""
         while len(rank.kept) > 1:
             rank.wire.send(Release(id=rank.kept.pop(0)[0]))
-        end = time.monotonic() + ROOM_S
+        end = time.monotonic() + self.room_s
         while not rank.free and not rank.is_gone and time.monotonic() < end:
             self.hear(0.02)
         regions = self.regions[rank.settings.rank]

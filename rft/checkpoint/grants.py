@@ -19,12 +19,12 @@ from pathlib import Path
 
 from rft.checkpoint import fence
 from rft.checkpoint.peers import Remembered, dial, remembered
-from rft.checkpoint.replicas import Grant, Taken
+from rft.checkpoint.replicas import Grant, PartTaken
 from rft.ground.errors import ConfigError, Late
 
 log = logging.getLogger(__name__)
 KEY = "trainer.checkpoint.take_over"
-Place = tuple[str, int]
+Address = tuple[str, int]
 
 
 def require(control: Path, epoch: int, takes_over: bool) -> None:
@@ -53,13 +53,13 @@ def require(control: Path, epoch: int, takes_over: bool) -> None:
     log.warning("%s; %s=true: this attempt goes on all the same", lost, KEY)
 
 
-def _asked(known: Remembered, at: Place, epoch: int, token: str) -> str | None:
+def _asked(known: Remembered, at: Address, epoch: int, token: str) -> str | None:
     """Empty: granted; None: no answer; else why not."""
     try:
         line, _ = dial(at, known.run, "read", -1, epoch)
         with contextlib.closing(line):
             line.send(Grant(epoch, token))
-            return line.receive(Taken).refused
+            return line.receive(PartTaken).refused
     except ConnectionRefusedError:  # its node says that it has ended
         return ""
     except OSError as error:

@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 
 from rft.buffer.journal import mark_in, marked
-from rft.checkpoint.peers import Line, PeerRefused
+from rft.checkpoint.peers import AgentRefused, PeerLine
 from rft.ground import durable
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def files_of(journal: Path, position: int) -> tuple[list[tuple[Path, int]], int]
     return found, sound
 
 
-def send(line: Line, journal: Path, position: int) -> None:
+def send(line: PeerLine, journal: Path, position: int) -> None:
     """Bring the peer's copy up to `position` at least. Raises OSError."""
     found, sound = files_of(journal, position)
     opened = []
@@ -100,17 +100,17 @@ def send(line: Line, journal: Path, position: int) -> None:
                 line.send(JournalPiece(len(data), xxhash.xxh3_128_hexdigest(data)))
                 line.send_bytes(data)
         if refused := line.receive(JournalStored, SYNC_S).refused:
-            raise PeerRefused(refused)
+            raise AgentRefused(refused)
     finally:
         for descriptor in opened:
             os.close(descriptor)
 
 
-def take(line: Line, told: JournalFiles, place: Path) -> None:
+def take(line: PeerLine, told: JournalFiles, place: Path) -> None:
     """The other end of `send`. Raises OSError."""
     for name, _ in told.files:
         if not Path(name).stem.isdecimal() or Path(name).suffix not in (".log", ".base"):
-            raise PeerRefused(f"{name} is no file of a journal")
+            raise AgentRefused(f"{name} is no file of a journal")
     place.mkdir(parents=True, exist_ok=True)
     held = [_size(place / name, size) for name, size in told.files]
     line.send(JournalHeld(held))
@@ -136,14 +136,14 @@ def _size(path: Path, wanted: int) -> int:
     return size if size <= wanted else 0
 
 
-def _piece(line: Line, descriptor: int, left: int) -> int:
+def _piece(line: PeerLine, descriptor: int, left: int) -> int:
     piece = line.receive(JournalPiece)
     if not 0 < piece.count <= min(PIECE, left):
-        raise PeerRefused(f"a piece of {piece.count} bytes")
+        raise AgentRefused(f"a piece of {piece.count} bytes")
     data = bytearray(piece.count)
     line.receive_into(memoryview(data))
     if xxhash.xxh3_128_hexdigest(data) != piece.digest:
-        raise PeerRefused("a piece of the journal is not what its hash says")
+        raise AgentRefused("a piece of the journal is not what its hash says")
     durable.write_all(descriptor, bytes(data))
     return piece.count
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from rft.checkpoint import fence, sharding
 from rft.checkpoint.link import Link
 from rft.checkpoint.memory import Inherited, Memory
-from rft.checkpoint.neighbours import Place, agree
+from rft.checkpoint.neighbours import RankPlace, agree
 from rft.checkpoint.records import Begin, Kept, Region, Replication, SaveFailed, Window
 from rft.checkpoint.stager import RELEASE_S
 from rft.ground.protocols import Collective
@@ -33,7 +33,9 @@ class KeptStates:
     kept on two nodes, this rank's being there; then what was kept before stays until one is.
     """
 
-    def __init__(self, control: Path, ranks: Collective, is_on: bool, place: Place | None = None):
+    def __init__(
+        self, control: Path, ranks: Collective, is_on: bool, place: RankPlace | None = None
+    ):
         self.ranks, self.is_on = ranks, is_on
         self._place, self.is_twice = place, place is not None
         self.remembered: int | None = None  # step of the last save or load

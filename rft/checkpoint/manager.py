@@ -23,7 +23,7 @@ from typing import Any
 from rft.checkpoint import catalog, commit, restore, sharding
 from rft.checkpoint.kept import KeptStates
 from rft.checkpoint.link import AGENT, Link, SaveMessages
-from rft.checkpoint.neighbours import Place
+from rft.checkpoint.neighbours import RankPlace
 from rft.checkpoint.records import (
     Begin,
     CheckpointSettings,
@@ -117,7 +117,7 @@ class CheckpointManager:
         about: dict[str, Any] | None = None,
         log_dir: Path | None = None,
         agent: tuple[str, ...] = AGENT,
-        place: Place | None = None,
+        place: RankPlace | None = None,
     ):
         """`place`: of this rank, for replicas."""
         self.storage = open_storage(root)
@@ -139,7 +139,7 @@ class CheckpointManager:
         # told by the link's thread, after everything else
         self.hear: Callable[[Report], None] = lambda report: None
         self._agent = agent
-        place = (place or Place()) if self.config.replicas else None
+        place = (place or RankPlace()) if self.config.replicas else None
         self._states = KeptStates(self.control, ranks, trainer.memory_interval > 0, place)
         self._saves = 0
         self._outcomes: dict[str, SaveOutcome] = {}

@@ -34,8 +34,8 @@ import xxhash
 
 from rft.checkpoint import fence
 from rft.checkpoint.left import LeftChunks, Lying
-from rft.checkpoint.parts import Chosen, choose, newest_offered
-from rft.checkpoint.peers import Offer, Run, Whole, digest_of, remembered
+from rft.checkpoint.parts import ChosenState, choose, newest_offered
+from rft.checkpoint.peers import Offer, RunKey, Whole, digest_of, remembered
 from rft.checkpoint.records import CHUNK, CheckpointSettings, Receipt
 from rft.checkpoint.remote import RemoteAgent, RemoteFile, Sources
 from rft.checkpoint.replicas import Replicas
@@ -67,7 +67,7 @@ class Answer(msgspec.Struct, frozen=True):
     states: list[KeptState]
     own: int
     lying: list[Lying] = []
-    run: Run | None = None
+    run: RunKey | None = None
     at: tuple[str, int] | None = None
     whole: list[Whole] = []
 
@@ -223,12 +223,12 @@ class Memory:
                 except (OSError, msgspec.DecodeError) as error:
                     log.warning("%s keeps a state and does not answer: %s", path.name, error)
 
-    def told(self) -> "Told":
+    def told(self) -> "MemoryTold":
         """What is here, for rank 0."""
         before = remembered(self.control)
         answers = [agent.answer for agent in self.agents]
         run = next((one.run for one in answers if one.run), before.run if before else None)
-        return Told(
+        return MemoryTold(
             [one for _, one in self._offered()],
             [Head.of(receipt) for receipt, _ in self._offered() if receipt.rank == 0],
             [whole for one in answers for whole in one.whole],
@@ -243,13 +243,13 @@ class Memory:
                 is_own = state.slot < agent.answer.own
                 yield state.receipt, Offer.of(state.receipt, is_own, agent.answer.at)
 
-    def ask_others(self, told: "list[Told]") -> "Told":
+    def ask_others(self, told: "list[MemoryTold]") -> "MemoryTold":
         """Agents of other nodes, all at once, of those that no rank has found on its own."""
         run = next((one.run for one in told if one.run), None)
         found = {tuple(at) for one in told for at in one.here}
         wanted = sorted({tuple(at) for one in told for at in one.before} - found - set(self.others))
         if run is None or not wanted:
-            return Told()  # they have been asked
+            return MemoryTold()  # they have been asked
         with ThreadPoolExecutor(len(wanted)) as pool:
             for agent in pool.map(lambda at: RemoteAgent.asked(at, run), wanted):
                 if agent is not None:
@@ -261,9 +261,11 @@ class Memory:
             for receipt in agent.receipts
             if receipt.rank == 0
         ]
-        return Told(offers, heads, [one for a in self.others.values() for one in a.held.whole])
+        return MemoryTold(
+            offers, heads, [one for a in self.others.values() for one in a.held.whole]
+        )
 
-    def parts(self, chosen: Chosen, run: Run | None) -> "dict[int, Sources]":
+    def parts(self, chosen: ChosenState, run: RunKey | None) -> "dict[int, Sources]":
         """By rank, all that can be read of this state: from this host, then from other nodes.
 
         Raises OSError where a part is on a node that does not answer any more.
@@ -291,14 +293,16 @@ class Memory:
             raise OSError(f"the part(s) of rank(s) {missing} lie on other hosts")
         return found
 
-    def _kept(self, chosen: Chosen) -> Iterator[tuple[RestingAgent, KeptState, bool]]:
+    def _kept(self, chosen: ChosenState) -> Iterator[tuple[RestingAgent, KeptState, bool]]:
         for agent in self.agents:
             for state in agent.answer.states:
                 one = state.receipt
                 if one.id == chosen.id and digest_of(one) == chosen.receipts[one.rank]:
                     yield agent, state, state.slot < agent.answer.own
 
-    def _file(self, at: tuple[str, int], run: Run, chosen: Chosen, rank: int) -> "RemoteFile":
+    def _file(
+        self, at: tuple[str, int], run: RunKey, chosen: ChosenState, rank: int
+    ) -> "RemoteFile":
         if at not in self.others:
             agent = RemoteAgent.asked(at, run)
             if agent is None:
@@ -390,7 +394,7 @@ class Head(msgspec.Struct, frozen=True):
         return cls(digest_of(receipt), receipt.loop or {}, receipt.about or {}, receipt.small)
 
 
-class Told(msgspec.Struct, frozen=True):
+class MemoryTold(msgspec.Struct, frozen=True):
     """What a rank tells of its host: parts, what is known to be whole, how agents of other nodes
     are asked (`run`), where they were in the last attempt (`before`), which of them it has found.
     """
@@ -398,18 +402,20 @@ class Told(msgspec.Struct, frozen=True):
     offers: list[Offer] = []
     heads: list[Head] = []
     whole: list[Whole] = []
-    run: Run | None = None
+    run: RunKey | None = None
     before: list[tuple[str, int]] = []
     here: list[tuple[str, int]] = []
 
 
-def states(memory: Memory, told: list[Told], others: bool) -> tuple[list[Chosen], list[str]]:
+def states(
+    memory: Memory, told: list[MemoryTold], others: bool
+) -> tuple[list[ChosenState], list[str]]:
     """Rank 0's: what may be gone on from, newest first, and who contradicts, by what ranks have
     `told`. Agents of other nodes are asked, and `told` grows, where something is missing, or where
     ranks could not read what they have found (`others`).
     """
 
-    def chosen() -> tuple[list[Chosen], list[str]]:
+    def chosen() -> tuple[list[ChosenState], list[str]]:
         offers = [one for each in told for one in each.offers]
         return choose(offers, [one for each in told for one in each.whole])
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from rft.checkpoint import fence
-from rft.checkpoint.peers import Remembered, Run, remember, remembered
+from rft.checkpoint.peers import Remembered, RunKey, remember, remembered
 from rft.checkpoint.records import Replication
 from rft.checkpoint.replicas import BUFFERS, held_by, peer_of
 from rft.ground.errors import ConfigError, Late
@@ -30,7 +30,7 @@ KEY = "trainer.checkpoint.replicas"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank is. `journal`: directory of the one that travels along; empty: none does."""
 
     node: str = field(default_factory=socket.gethostname)
@@ -48,12 +48,12 @@ class Seat(msgspec.Struct, frozen=True):
     part: int
     wanted: int
     free: int
-    run: Run | None
+    run: RunKey | None
     epoch: int
 
 
 def agree(
-    ranks: Collective, control: Path, epoch: int, place: Place, sizes: tuple[int, int, int]
+    ranks: Collective, control: Path, epoch: int, place: RankPlace, sizes: tuple[int, int, int]
 ) -> Replication | None:
     """`sizes`: bytes of this rank's part, those that it takes for itself, and what is free. None:
     of a run that goes on, without what it needs for replicas.
@@ -83,14 +83,14 @@ def agree(
             log.error("states are on one node alone from now on: %s", why)
             mark.unlink(missing_ok=True)
         if nodes.index(place.node) == ranks.rank:
-            remember(control, Remembered(Run(name, secret), epoch, []))
+            remember(control, Remembered(RunKey(name, secret), epoch, []))
         return None
     at = [(str(host), int(port)) for host, port in at]
     sees = ranks.gather(mark.exists())
     sees = ranks.broadcast(sees)
     if nodes.index(place.node) == ranks.rank:  # the first of its node
         fence.note_epoch(control, epoch)
-        remember(control, Remembered(Run(name, secret), epoch, at, all(sees)))
+        remember(control, Remembered(RunKey(name, secret), epoch, at, all(sees)))
     mark.unlink(missing_ok=True)
     holder = peer_of(0, nodes)
     # where the holder sees this directory, the journal lies on no node's own disk
@@ -111,7 +111,7 @@ def _agreed(seats: list[Seat]) -> list[Any]:
     """
     known = max((one for one in seats if one.run), key=lambda one: one.epoch, default=None)
     why = refusals(seats)
-    run = known.run if known and known.run else Run("", "") if why else Run.new()
+    run = known.run if known and known.run else RunKey("", "") if why else RunKey.new()
     at = [one.at for one in seats]
     return [why, run.name, run.secret, [one.node for one in seats], at]
 

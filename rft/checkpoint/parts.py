@@ -15,7 +15,7 @@ import msgspec
 from rft.checkpoint.peers import Offer, Whole
 
 
-class Chosen(msgspec.Struct, frozen=True):
+class ChosenState(msgspec.Struct, frozen=True):
     """`receipts`: sha256 of each rank's; `at`: for each rank, agents that nodes can ask for it."""
 
     id: str
@@ -26,7 +26,7 @@ class Chosen(msgspec.Struct, frozen=True):
     at: list[list[tuple[str, int]]]
 
 
-def choose(offers: list[Offer], known: list[Whole]) -> tuple[list[Chosen], list[str]]:
+def choose(offers: list[Offer], known: list[Whole]) -> tuple[list[ChosenState], list[str]]:
     """States of which every rank's part is somewhere, newest first; and who contradicts."""
     by_state: dict[tuple[int, int, str, int], list[Offer]] = defaultdict(list)
     for offer in offers:
@@ -44,7 +44,7 @@ def choose(offers: list[Offer], known: list[Whole]) -> tuple[list[Chosen], list[
             if is_good and one.at is not None and tuple(one.at) not in at[one.rank]:
                 at[one.rank].append(tuple(one.at))
         digests = [receipts[rank] for rank in range(world)]
-        found.append(Chosen(identity, step, epoch, world, digests, at))
+        found.append(ChosenState(identity, step, epoch, world, digests, at))
     return found, said
 
 

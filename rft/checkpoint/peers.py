@@ -1,7 +1,7 @@
 """What agents of different nodes say to each other, and ranks that come back to agents of other
 nodes: one TCP connection for one errand, and both ends show first that they belong to one run.
 
-    caller ── Hello: run, who, what for, a number ──► agent     (another run: refused by name)
+    caller ── PeerHello: run, who, what for, a number ──► agent     (another run: refused by name)
            ◄── Challenge: its number, its proof ──
            ── Proof ──►
            ◄── Welcome ──                                       then the errand's own messages
@@ -39,18 +39,18 @@ STRANGERS = 64  # connections that have proved nothing yet
 Sent = TypeVar("Sent", bound=msgspec.Struct)
 
 
-class PeerRefused(OSError):
+class AgentRefused(OSError):
     """The other end is there and says no."""
 
 
-class Run(msgspec.Struct, frozen=True):
+class RunKey(msgspec.Struct, frozen=True):
     """What agents of one run know, and no others."""
 
     name: str
     secret: str
 
     @classmethod
-    def new(cls) -> "Run":
+    def new(cls) -> "RunKey":
         return cls(secrets.token_hex(8), secrets.token_hex(16))
 
     def proof(self, who: str, hello: bytes, number: str) -> str:
@@ -58,7 +58,7 @@ class Run(msgspec.Struct, frozen=True):
         return hmac.new(self.secret.encode(), words, "sha256").hexdigest()
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
+class PeerHello(msgspec.Struct, frozen=True, kw_only=True):
     """`errand`: "replica" of `rank`, "word" of it for the first agent, or "read"."""
 
     run: str
@@ -124,7 +124,7 @@ def digest_of(receipt: Receipt) -> str:
     return sha256(encode_json(receipt))
 
 
-class Line:
+class PeerLine:
     """One end of a connection. Raises OSError for whatever is wrong with the other end."""
 
     def __init__(self, end: socket.socket):
@@ -172,20 +172,22 @@ class Line:
         self.end.close()
 
 
-def dial(at: tuple[str, int], run: Run, errand: str, rank: int, epoch: int) -> tuple[Line, Welcome]:
-    """Raises PeerRefused, or another OSError where nobody is there."""
-    line = Line(socket.create_connection(at, HELLO_S))
+def dial(
+    at: tuple[str, int], run: RunKey, errand: str, rank: int, epoch: int
+) -> tuple[PeerLine, Welcome]:
+    """Raises AgentRefused, or another OSError where nobody is there."""
+    line = PeerLine(socket.create_connection(at, HELLO_S))
     try:
         line.end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own = secrets.token_hex(16)
-        hello = Hello(run=run.name, errand=errand, rank=rank, epoch=epoch, number=own)
+        hello = PeerHello(run=run.name, errand=errand, rank=rank, epoch=epoch, number=own)
         line.send(hello)
         answer = line.receive(Challenge)
         if answer.refused:
-            raise PeerRefused(answer.refused)
+            raise AgentRefused(answer.refused)
         said = msgspec.msgpack.encode(hello)
         if not hmac.compare_digest(answer.proof, run.proof("agent", said, answer.number)):
-            raise PeerRefused(
+            raise AgentRefused(
                 f"who listens at {at[0]}:{at[1]} does not know the secret of this run"
             )
         line.send(Proof(run.proof("caller", said, answer.number)))
@@ -196,28 +198,28 @@ def dial(at: tuple[str, int], run: Run, errand: str, rank: int, epoch: int) -> t
         raise
 
 
-def greet(line: Line, run: Run) -> Hello:
+def greet(line: PeerLine, run: RunKey) -> PeerHello:
     """What a caller wants who has proved that he may. Raises OSError."""
-    hello = line.receive(Hello, HELLO_S)
+    hello = line.receive(PeerHello, HELLO_S)
     if hello.run != run.name:
         refused = f"this agent is of run {run.name}, not of {hello.run}"
         line.send(Challenge(refused=refused))
-        raise PeerRefused(refused)
+        raise AgentRefused(refused)
     said, number = msgspec.msgpack.encode(hello), secrets.token_hex(16)
     line.send(Challenge(number=number, proof=run.proof("agent", said, number)))
     shown = line.receive(Proof, HELLO_S).proof
     if not hmac.compare_digest(shown, run.proof("caller", said, number)):
-        raise PeerRefused("a caller does not know the secret of this run")
+        raise AgentRefused("a caller does not know the secret of this run")
     line.limit = MOST_BYTES
     return hello
 
 
-def listen(end: socket.socket, run: Run, serve: Callable[[Line, Hello], None]) -> None:
+def listen(end: socket.socket, run: RunKey, serve: Callable[[PeerLine, PeerHello], None]) -> None:
     """Serve callers, each in a thread of its own, for as long as this process lives."""
     free = threading.BoundedSemaphore(STRANGERS)
 
     def attend(caller: socket.socket) -> None:
-        line, is_stranger = Line(caller), True
+        line, is_stranger = PeerLine(caller), True
         try:
             caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             hello = greet(line, run)
@@ -250,7 +252,7 @@ class Remembered(msgspec.Struct, frozen=True):
     directory.
     """
 
-    run: Run
+    run: RunKey
     epoch: int
     at: list[tuple[str, int]]
     is_shared: bool = False

@@ -12,13 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from rft.checkpoint.peers import Line, Offer, PeerRefused, Run, dial
+from rft.checkpoint.peers import AgentRefused, Offer, PeerLine, RunKey, dial
 from rft.checkpoint.records import CHUNK, Receipt
-from rft.checkpoint.replicas import End, Fetch, Held, Look, Taken
+from rft.checkpoint.replicas import End, Fetch, Held, Look, PartTaken
+
+if TYPE_CHECKING:
+    from rft.checkpoint.reader import RankBytes
 
 log = logging.getLogger(__name__)
 NO_RANK = -1
@@ -31,12 +34,12 @@ class RemoteAgent:
     """One that has answered; at rest, it does not change what it holds."""
 
     at: tuple[str, int]
-    line: Line
+    line: PeerLine
     held: Held
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def asked(cls, at: tuple[str, int], run: Run) -> "RemoteAgent | None":
+    def asked(cls, at: tuple[str, int], run: RunKey) -> "RemoteAgent | None":
         """None, and a line in the log, where nobody answers who is of this run."""
         end = time.monotonic() + AT_WORK_S
         try:
@@ -66,20 +69,16 @@ class RemoteAgent:
         data = bytearray(count)
         with self._lock:
             self.line.send(Fetch(receipt.id, receipt.rank, start, count))
-            if refused := self.line.receive(Taken).refused:
-                raise PeerRefused(refused)
+            if refused := self.line.receive(PartTaken).refused:
+                raise AgentRefused(refused)
             self.line.receive_into(memoryview(data))
         return data
 
     def end(self) -> None:
         with contextlib.suppress(OSError), self._lock:  # it has ended by itself
             self.line.send(End())
-            self.line.receive(Taken)
+            self.line.receive(PartTaken)
         self.line.close()
-
-
-class RankBytes(Protocol):
-    def read(self, start: int, count: int) -> bytearray | memoryview: ...
 
 
 class RemoteFile:
@@ -124,7 +123,7 @@ class Sources:
         self._open: list[Callable[[], RankBytes]] = []
         self._file: RankBytes | None = None
 
-    def add(self, open_file: Callable[[], RankBytes]) -> None:
+    def add(self, open_file: "Callable[[], RankBytes]") -> None:
         self._open.append(open_file)
 
     def read(self, start: int, count: int) -> bytearray | memoryview:

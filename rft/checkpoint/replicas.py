@@ -30,10 +30,10 @@ import xxhash
 
 from rft.checkpoint import fence, journal_copy
 from rft.checkpoint.peers import (
-    Hello,
-    Line,
-    PeerRefused,
-    Run,
+    AgentRefused,
+    PeerHello,
+    PeerLine,
+    RunKey,
     Welcome,
     Whole,
     dial,
@@ -74,14 +74,14 @@ def held_by(rank: int, nodes: list[str]) -> list[int]:
 # --- messages -------------------------------------------------------------------------------------
 
 
-class Part(msgspec.Struct, frozen=True, tag=True):
+class PartSent(msgspec.Struct, frozen=True, tag=True):
     """Its bytes follow, once it is accepted. `keep`: ids of the caller's other parts that stay."""
 
     receipt: Receipt
     keep: list[str]
 
 
-class Taken(msgspec.Struct, frozen=True, tag=True):
+class PartTaken(msgspec.Struct, frozen=True, tag=True):
     refused: str = ""
 
 
@@ -198,7 +198,7 @@ class Replicas:
     ):
         assert settings.replicas is not None
         self.settings, self.told = settings, settings.replicas
-        self.run = Run(self.told.run, self.told.secret)
+        self.run = RunKey(self.told.run, self.told.secret)
         self.is_resting = threading.Event()
         self.is_over = threading.Event()  # a rank that came back has said so
         self._report, self._free = report, free
@@ -213,7 +213,7 @@ class Replicas:
         self._replicas: dict[tuple[int, str], Replica] = {}
         self._moved = time.monotonic()  # when the peer last took something, or nothing was to do
         self._roll = Roll(settings.world)
-        self._lines: dict[int, Line] = {}  # first agent: to all others; the others: to it
+        self._lines: dict[int, PeerLine] = {}  # first agent: to all others; the others: to it
 
     def start(self) -> None:
         listen(socket.socket(fileno=os.dup(self.told.listener)), self.run, self._serve)
@@ -315,10 +315,10 @@ class Replicas:
                     said = str(error)
             time.sleep(AGAIN_S)
 
-    def _dial(self, at: tuple[str, int], errand: str) -> tuple[Line, Welcome]:
+    def _dial(self, at: tuple[str, int], errand: str) -> tuple[PeerLine, Welcome]:
         return dial(at, self.run, errand, self.settings.rank, self.settings.epoch)
 
-    def _send_to(self, line: Line) -> None:
+    def _send_to(self, line: PeerLine) -> None:
         """Until the peer is gone: raises OSError."""
         try:
             with self._changed:
@@ -339,12 +339,12 @@ class Replicas:
         finally:
             line.close()
 
-    def _send(self, line: Line, part: OwnPart, keep: list[str]) -> None:
+    def _send(self, line: PeerLine, part: OwnPart, keep: list[str]) -> None:
         receipt = part.receipt
         if self.told.journal and isinstance(position := (receipt.loop or {}).get("journal"), int):
             journal_copy.send(line, Path(self.told.journal), position)
             self._moved = time.monotonic()
-        line.send(Part(receipt, keep))
+        line.send(PartSent(receipt, keep))
         self._expect(line)
         for start in range(0, receipt.bytes, CHUNK):
             piece = part.data[start : min(start + CHUNK, receipt.bytes)]
@@ -365,9 +365,9 @@ class Replicas:
         self._say(There(receipt.id, receipt.step, digest_of(receipt)))
 
     @staticmethod
-    def _expect(line: Line) -> None:
-        if refused := line.receive(Taken).refused:
-            raise PeerRefused(refused)
+    def _expect(line: PeerLine) -> None:
+        if refused := line.receive(PartTaken).refused:
+            raise AgentRefused(refused)
 
     # --- which states are whole -------------------------------------------------------------------
 
@@ -422,9 +422,9 @@ class Replicas:
 
     # --- for others -------------------------------------------------------------------------------
 
-    def _serve(self, line: Line, hello: Hello) -> None:
+    def _serve(self, line: PeerLine, hello: PeerHello) -> None:
         if hello.errand != "read" and hello.epoch != self.settings.epoch:
-            raise PeerRefused(f"a caller of attempt {hello.epoch}")
+            raise AgentRefused(f"a caller of attempt {hello.epoch}")
         with self._changed:
             held = [
                 name
@@ -443,15 +443,15 @@ class Replicas:
         else:
             self._answer_all(line)
 
-    def _take_all(self, line: Line, rank: int) -> None:
+    def _take_all(self, line: PeerLine, rank: int) -> None:
         while line.wait():
-            part = line.receive(Part | journal_copy.JournalFiles)
+            part = line.receive(PartSent | journal_copy.JournalFiles)
             if isinstance(part, journal_copy.JournalFiles):
                 journal_copy.take(line, part, journal_copy.directory(Path(self.settings.control)))
                 continue
             replica = self._room_for(line, part, rank)
             receipt, view = replica.receipt, memoryview(replica.data)
-            line.send(Taken())
+            line.send(PartTaken())
             for number, start in enumerate(range(0, receipt.bytes, CHUNK)):
                 place = view[start : min(start + CHUNK, receipt.bytes)]
                 line.receive_into(place)
@@ -459,9 +459,9 @@ class Replicas:
                     self._refuse(line, f"chunk {number} of {receipt.id} is another one")
             with self._changed:
                 replica.is_whole = True
-            line.send(Taken())
+            line.send(PartTaken())
 
-    def _room_for(self, line: Line, part: Part, rank: int) -> Replica:
+    def _room_for(self, line: PeerLine, part: PartSent, rank: int) -> Replica:
         """Memory for one more of this rank, after what it does not need any more is given back."""
         receipt = part.receipt
         if receipt.rank != rank or len(receipt.chunks) != -(-receipt.bytes // CHUNK):
@@ -484,7 +484,7 @@ class Replicas:
             self._replicas[rank, receipt.id] = replica
         return replica
 
-    def _new(self, line: Line, receipt: Receipt) -> Replica:
+    def _new(self, line: PeerLine, receipt: Receipt) -> Replica:
         size = max(1, receipt.bytes)
         if (free := host_memory.available()) < size:
             self._refuse(line, f"a part of {size / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free")
@@ -493,11 +493,11 @@ class Replicas:
         return Replica(receipt, descriptor, mmap.mmap(descriptor, size))
 
     @staticmethod
-    def _refuse(line: Line, why: str) -> None:
-        line.send(Taken(why))
-        raise PeerRefused(why)
+    def _refuse(line: PeerLine, why: str) -> None:
+        line.send(PartTaken(why))
+        raise AgentRefused(why)
 
-    def _answer_all(self, line: Line) -> None:
+    def _answer_all(self, line: PeerLine) -> None:
         """A rank that came back asks."""
         while line.wait():
             asked: Any = line.receive(Look | Fetch | End | Grant)
@@ -505,14 +505,14 @@ class Replicas:
                 line.send(self.held() if self.is_resting.is_set() else Held(is_resting=False))
             elif isinstance(asked, Grant):
                 control = Path(self.settings.control)
-                line.send(Taken(fence.grant(control, asked.epoch, asked.token)))
+                line.send(PartTaken(fence.grant(control, asked.epoch, asked.token)))
             elif isinstance(asked, End):
-                line.send(Taken())
+                line.send(PartTaken())
                 self.is_over.set()
             else:
                 self._give(line, asked)
 
-    def _give(self, line: Line, asked: Fetch) -> None:
+    def _give(self, line: PeerLine, asked: Fetch) -> None:
         with self._changed:
             own, other = self._own.get(asked.id), self._replicas.get((asked.rank, asked.id))
         data = None
@@ -522,7 +522,7 @@ class Replicas:
             data = memoryview(other.data)
         if data is None or not 0 <= asked.start <= asked.start + asked.count <= len(data):
             self._refuse(line, f"no such bytes of rank {asked.rank} in {asked.id} are here")
-        line.send(Taken())
+        line.send(PartTaken())
         line.send_bytes(data[asked.start : asked.start + asked.count])
 
     # --- at rest ----------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ import msgspec
 from rft.checkpoint import catalog
 from rft.checkpoint.catalog import committed
 from rft.checkpoint.left import LeftChunks
-from rft.checkpoint.memory import Memory, Told, states
-from rft.checkpoint.parts import Chosen
-from rft.checkpoint.peers import Run
+from rft.checkpoint.memory import Memory, MemoryTold, states
+from rft.checkpoint.parts import ChosenState
+from rft.checkpoint.peers import RunKey
 from rft.checkpoint.reader import (
     Checkpoint,
     Damaged,
@@ -164,11 +164,11 @@ class Plan(msgspec.Struct, frozen=True):
     of other nodes are asked.
     """
 
-    state: Chosen
+    state: ChosenState
     loop: dict[str, Any]
     about: dict[str, Any]
     small: dict[str, bytes]
-    run: Run | None
+    run: RunKey | None
     on_disk: int | None
     is_on_disk: bool
 
@@ -182,7 +182,7 @@ def _from_memory(
 ) -> Restored | None:
     """`newest`: rank 0's, (epoch, step) of the newest checkpoint. None: go to the disk."""
     said = ranks.gather(msgspec.to_builtins(memory.told()))
-    told = msgspec.convert(said or [], list[Told])
+    told = msgspec.convert(said or [], list[MemoryTold])
     for others in (False, True):
         plans = _by_first(ranks, partial(_plans, memory, told, newest, others))
         for plan in msgspec.convert(plans, list[Plan]):
@@ -219,7 +219,7 @@ def _from_parts(
 
 def _plans(
     memory: Memory,
-    told: list[Told],
+    told: list[MemoryTold],
     newest: "Callable[[], tuple[int, int] | None]",
     others: bool,
 ) -> list[Any]:

@@ -141,7 +141,7 @@ class MegatronBackend(TrainBackend):
         from rft.buffer.store import journal_of
         from rft.checkpoint import fence
         from rft.checkpoint.manager import CheckpointManager
-        from rft.checkpoint.neighbours import Place
+        from rft.checkpoint.neighbours import RankPlace
         from rft.sync.connection import own_address
 
         config, lora = self.config, models.policy.lora
@@ -155,7 +155,7 @@ class MegatronBackend(TrainBackend):
         buffer = config.buffer.trainer_input.experience_buffer
         first = os.environ.get("MASTER_ADDR", "127.0.0.1")  # of the ranks' store
         is_queue = config.mode == "both" and buffer.storage_type == "queue"
-        place = Place(
+        place = RankPlace(
             address=own_address(f"{first}:0"),
             journal=journal_of(buffer, self.job) if is_queue else "",
         )

@@ -98,9 +98,9 @@ checkpoint/memory.py
 Resting._serve | a rank that takes its states over | `deadline_s`; `UNOWNED_S` without anybody \
 who may start one | the agent ends
 checkpoint/peers.py
-Line.wait | what the other agent says next | none: the end of its connection; `IDLE_S` within a \
-message | the caller comes again
-Line.receive_into | bytes of a part | `IDLE_S` without one | the part is sent again
+PeerLine.wait | what the other agent says next | none: the end of its connection; `IDLE_S` within \
+a message | the caller comes again
+PeerLine.receive_into | bytes of a part | `IDLE_S` without one | the part is sent again
 dial | an agent of another node | `HELLO_S` | OSError: the caller asks the next, or again
 listen.accept | agents and ranks that call | none: a thread of its own; who proves nothing goes \
 after `HELLO_S` | -

@@ -18,7 +18,7 @@ import torch
 
 from rft.checkpoint import sharding
 from rft.checkpoint.manager import CheckpointManager
-from rft.checkpoint.neighbours import Place
+from rft.checkpoint.neighbours import RankPlace
 from rft.checkpoint.reader import Checkpoint
 from rft.checkpoint.records import FORMAT, Manifest, Receipt, encode_json, final_name, sha256
 from rft.checkpoint.sharding import Claim
@@ -148,7 +148,7 @@ def trainer_config(**checkpoint: Any) -> TrainerConfig:
 def apart(root: Path, number: int) -> dict[str, Any]:
     """Of a manager that is on node `number`."""
     node = f"node{number}"
-    return {"control": root.parent / node / "control", "place": Place(node=node)}
+    return {"control": root.parent / node / "control", "place": RankPlace(node=node)}
 
 
 @contextlib.contextmanager

@@ -25,11 +25,11 @@ from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.neighbours import Seat, refusals
 from rft.checkpoint.parts import choose
 from rft.checkpoint.peers import (
-    Line,
+    AgentRefused,
     Offer,
-    PeerRefused,
+    PeerLine,
     Remembered,
-    Run,
+    RunKey,
     Welcome,
     Whole,
     dial,
@@ -37,7 +37,7 @@ from rft.checkpoint.peers import (
     listen,
     remember,
 )
-from rft.checkpoint.replicas import Gone, Grant, Roll, Taken, There, held_by, peer_of
+from rft.checkpoint.replicas import Gone, Grant, PartTaken, Roll, There, held_by, peer_of
 from rft.ground.errors import ConfigError
 from rft.ground.process import adopt_orphans
 
@@ -106,15 +106,15 @@ def test_memory_that_does_not_do_is_told_of_every_node() -> None:
 
 
 def test_an_agent_of_another_run_is_refused_and_so_is_who_does_not_know_the_secret() -> None:
-    run = Run.new()
-    for other, why in ((Run.new(), f"of run {run.name}"), (Run(run.name, "0"), "secret")):
+    run = RunKey.new()
+    for other, why in ((RunKey.new(), f"of run {run.name}"), (RunKey(run.name, "0"), "secret")):
         with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
             asked = pool.submit(dial, server.getsockname(), other, "read", 0, 1)
-            line = Line(server.accept()[0])
+            line = PeerLine(server.accept()[0])
             with pytest.raises(OSError):
                 greet(line, run)
             line.close()
-            with pytest.raises(PeerRefused, match=why):
+            with pytest.raises(AgentRefused, match=why):
                 asked.result(PATIENCE)
 
 
@@ -122,7 +122,7 @@ def test_an_agent_of_another_run_is_refused_and_so_is_who_does_not_know_the_secr
 def test_a_node_that_is_lost_costs_no_state_that_two_nodes_have(
     shape: tuple[int, ...], memory_path: Path
 ) -> None:
-    cluster = Cluster(memory_path / "c", shape)
+    cluster = Cluster(memory_path / "c", shape, room_s=PATIENCE)
     try:
         for step in (1, 2, 3):
             assert cluster.make_step() == cluster.world and cluster.await_whole(step)
@@ -136,7 +136,7 @@ def test_a_node_that_is_lost_costs_no_state_that_two_nodes_have(
 def test_bytes_that_have_changed_are_taken_from_another_node(
     memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster = Cluster(memory_path / "c", (1, 1))
+    cluster = Cluster(memory_path / "c", (1, 1), room_s=PATIENCE)
     try:
         assert cluster.make_step() == 2 and cluster.await_whole(1)
         cluster.end_ranks()
@@ -147,21 +147,21 @@ def test_bytes_that_have_changed_are_taken_from_another_node(
         cluster.close()
 
 
-def granting(run: Run, control: Path, ends: ExitStack) -> tuple[str, int]:
+def granting(run: RunKey, control: Path, ends: ExitStack) -> tuple[str, int]:
     """Where somebody listens who grants attempts as an agent does."""
     server = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
 
-    def serve(line: Line, _: Any) -> None:
+    def serve(line: PeerLine, _: Any) -> None:
         line.send(Welcome())
         asked = line.receive(Grant)
-        line.send(Taken(fence.grant(control, asked.epoch, asked.token)))
+        line.send(PartTaken(fence.grant(control, asked.epoch, asked.token)))
 
     listen(server, run, serve)
     return server.getsockname()
 
 
 def test_an_attempt_goes_on_that_most_agents_have_granted(tmp_path: Path) -> None:
-    run, stranger = Run.new(), Run.new()
+    run, stranger = RunKey.new(), RunKey.new()
     starts = [tmp_path / name for name in ("one", "other")]
     with ExitStack() as ends:
         agents = [granting(run, tmp_path / f"node{n}", ends) for n in range(2)]
@@ -188,12 +188,12 @@ def test_an_attempt_goes_on_that_most_agents_have_granted(tmp_path: Path) -> Non
 def copied(journal: Path, control: Path, position: int) -> int:
     """Bytes that went over the connection."""
     ours, theirs = socket.socketpair()
-    sender, taker = Line(ours), Line(theirs)
+    sender, taker = PeerLine(ours), PeerLine(theirs)
     sent, send_bytes = [], sender.send_bytes
     for line in (sender, taker):
         line.limit = 2**20
 
-    class Counting(Line):
+    class Counting(PeerLine):
         def send_bytes(self, data: Any) -> None:
             sent.append(len(data))
             send_bytes(data)
