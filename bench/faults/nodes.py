@@ -329,7 +329,9 @@ def case(top: Path, seed: int) -> tuple[str, int, int, list[str]]:
             cluster.lose(lost)
         cluster.end_ranks()
         left = cluster.living()
-        if kind.endswith("lie"):
+        if kind.endswith("lie"):  # of what has its hash
+            for node in left:
+                fence.await_agents(cluster.control(node), PATIENCE_S, lambda line: None)
             cluster.lie(chance, chance.choice(left))
         # ranks come back on all nodes that are left, or on some
         come = chance.sample(left, chance.randrange(1, len(left) + 1))
