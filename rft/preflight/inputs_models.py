@@ -46,6 +46,7 @@ ROUTES = "explorer.rollout_model.enable_return_routed_experts"
 MODEL, SERVICE_TRAINS = "model.model_path", "trainer.trainer_type"
 BITWISE_FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 BITWISE_ROPES = ("default", "llama3")
+BITWISE_HEAD = 16  # vLLM itself has none of fewer than 32 on a CPU
 BESIDE_POLICY_WITH = {  # model beside the policy, what needs it, and a key that makes it needed
     "model.ref_model_path": (recipe.needs_reference, "algorithm.kl_loss_fn=k2"),
     "model.critic_model_path": (recipe.needs_critic, "algorithm.algorithm_type=ppo"),
@@ -148,6 +149,12 @@ def _bitwise(c: Config) -> Iterator[str]:
             f"model.model_path: trainer_engine=bitwise with {family} and rope_type={rope}: only "
             f"{', '.join(BITWISE_FAMILIES)} with {' or '.join(BITWISE_ROPES)} are computed alike "
             "on both sides; use one of them, or trainer_engine=close"
+        )
+    if (size := Dims.of(hf).head_size) < BITWISE_HEAD:
+        yield (
+            f"model.model_path: trainer_engine=bitwise with heads of {size} numbers: products of "
+            f"fewer than {BITWISE_HEAD} columns add up by how many rows there are; use another "
+            "model, or trainer_engine=close"
         )
 
 
