@@ -208,9 +208,12 @@ class Cluster:
         os.waitpid(rank.pid, 0)
         rank.wire.close()
         rank.wire, rank.pid = self._start(rank.settings)
+        kept = {identity for identity, _ in rank.kept}
         for begin, window in rank.told:
             rank.wire.send(begin)
             rank.wire.send(window)
+            if begin.id not in kept:
+                rank.wire.send(Release(id=begin.id))
         rank.is_gone = False
 
     def lose(self, node: str) -> None:
