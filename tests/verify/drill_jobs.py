@@ -23,6 +23,7 @@ import torch
 from rft.algorithm import credit
 from rft.checkpoint.stager import Stager
 from rft.config import SynchronizerConfig
+from rft.data.runs import expanded
 from rft.ground import device as devices
 from rft.ground.experience import Batch, Experience, VersionSpan
 from rft.ground.rounds import InFile, Round, TrainerInfo
@@ -221,7 +222,8 @@ def wrong_rope_base() -> Any:
 def shifted_mask() -> Any:
     def row(original: Any, *given: Any) -> Any:
         made = original(*given)
-        return replace(made, trained=np.roll(made.trained, -1), weight=np.roll(made.weight, -1))
+        weight = np.roll(expanded(made.weight), -1)
+        return replace(made, trained=np.roll(made.trained, -1), weight=weight)
 
     return _patched(credit, "_row", row)
 
