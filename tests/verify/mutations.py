@@ -58,7 +58,7 @@ MUTATIONS = [
         "algorithm.credit",
         ("_row", "behaviour[prompt:] =", "behaviour[: length - prompt] ="),
         ("_row", "temperature=experience.temperature", "temperature=1.0"),
-        ("_row", "trained * np.float32(advantage)", "trained * np.float32(abs(advantage))"),
+        ("_row", "ones.times(advantage)", "ones.times(abs(advantage))"),
         ("judge", "found.advantages[chosen]", "found.advantages[chosen[::-1]]"),
         ("scored", "not one.failed", "one.reward > 0"),
     ),
