@@ -57,8 +57,9 @@ class Tasks:
 
 
 class Sampler:
-    """In the place of the explorer's runner: two turns, at times a failure. `hear`: the turns of a
-    group that may not be sampled again now.
+    """In the place of the explorer's runner: one request, or two turns with an environment that
+    takes its time; at times a failure. `hear`: the turns of a group that may not be sampled again
+    now.
     """
 
     def __init__(
@@ -66,21 +67,24 @@ class Sampler:
         chance: random.Random,
         pool: EnginePool,
         failing: float,
+        turns: int,
         hear: Callable[[int, list[list[int]]], None],
     ):
-        self.chance, self.pool, self.failing, self.hear = chance, pool, failing, hear
+        self.chance, self.pool, self.failing = chance, pool, failing
+        self.turns, self.hear = turns, hear
 
     async def run(
         self, group: int, task: Task, holds: int, answers: GroupAnswers
     ) -> list[Experience]:
         turns: list[Completion] = []
-        for turn in range(2):
+        for turn in range(self.turns):
             prompt = [1, *(token for made in turns for token in made.ids)]
             name = f"{group}/{holds}/{turn}"
             request = GenerateRequest(request_id=name, prompt=prompt, sampling=task.sampling)
             turns += await answers.complete(self.pool, "run", request, ahead=turn > 0)
-        self.hear(group, [made.ids for made in turns])
-        await asyncio.sleep(self.chance.expovariate(0.2))  # what its environment does with them
+        if self.turns > 1:
+            self.hear(group, [made.ids for made in turns])
+            await asyncio.sleep(self.chance.expovariate(0.2))  # what its environment does with them
         if self.chance.random() < self.failing:
             raise RuntimeError("the environment fell over")
         return [
