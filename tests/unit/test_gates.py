@@ -15,6 +15,7 @@ from rft.algorithm.ratios import mismatch
 from rft.algorithm.recipe import PLAIN
 from rft.config import ConfigError, DriftConfig
 from rft.data.packing import AGGREGATIONS
+from rft.data.runs import expanded
 from rft.ground.experience import Experience, VersionSpan
 from rft.megatron.totals import Totals
 from rft.trainer.gates import GATES, WINDOW, Drifted, Gates, differences, lost
@@ -234,8 +235,12 @@ def test_the_sums_of_a_batch_are_those_of_its_rows(mode: str) -> None:
     step = judged([0.1 * (number * 7 % 11) for number in range(16)])
     rows = credit.rows(step, mode, 5)
     found = credit.sums(step, mode, 5)
-    assert found["sample/weight"] == pytest.approx(sum(float(row.weight.sum()) for row in rows))
-    pushed = sum(float(row.weight @ (row.advantage * row.behaviour)) for row in rows)
+    weights = [expanded(row.weight) for row in rows]
+    assert found["sample/weight"] == pytest.approx(sum(float(one.sum()) for one in weights))
+    pushed = sum(
+        float(weight @ (expanded(row.advantage) * row.behaviour))
+        for row, weight in zip(rows, weights, strict=True)
+    )
     assert found["sample/advantage"] == pytest.approx(pushed, abs=1e-6)
 
 

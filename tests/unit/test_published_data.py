@@ -28,6 +28,7 @@ from rft.config import (
 )
 from rft.config import file as config_file
 from rft.data.chat import render_prompt
+from rft.data.runs import expanded
 from rft.data.supervised import SupervisedRows, check_supervised
 from rft.data.taskset import TaskDefaults, Taskset, check_taskset
 from rft.extras.pipeline import tasks as task_pipeline
@@ -298,7 +299,7 @@ def test_rollouts_and_expert_rows_have_ways_of_their_own_to_become_one_number() 
 
     def weights(**arguments: Any) -> list[float]:
         _, rows = mixing.rows(list(batch), mixed(**arguments), 0)
-        return [float(row.weight.max()) for row in rows]
+        return [float(expanded(row.weight).max()) for row in rows]
 
     assert weights(**counts) == pytest.approx([1 / 4, 1 / 4, 1 / 8, 1 / 8])
     each = "seq-mean-token-mean"
