@@ -98,6 +98,12 @@ class Run:
         mean = 15.0 if self.step_s == 1.0 else 2 * self.step_s
         return self.chance.expovariate(1 / mean), self.chance.choice(self.kinds)
 
+    def let_engines_fall(self) -> None:
+        """Instead of its faults: engines die again and again."""
+        self.faults = [
+            (self.chance.expovariate(1 / 4.0), self.chance.choice(ENGINES)) for _ in range(8)
+        ]
+
     def check(self) -> None:
         """Raises what did not hold."""
         try:
