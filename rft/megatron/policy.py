@@ -25,7 +25,6 @@ from rft.data.packing import Packed
 from rft.ground.protocols import Block, Snapshot, WeightSource
 from rft.megatron import kernels, state, weights
 from rft.megatron.learner import Learner
-from rft.megatron.logprobs import check_label_logprobs
 from rft.megatron.mesh import Mesh
 from rft.megatron.network import Micro
 from rft.megatron.optimizer import Optimizer
@@ -60,7 +59,6 @@ class Policy(Learner):
             model.lora_configs,
             seed,
         )
-        check_label_logprobs(mesh.tp_group, mesh.device.torch)
         slabs = weights.slabs(self.model, self.hf_config, mesh.place)
         self._sent = weights.shared(slabs, mesh.place)
         self._path = _describe(self, trainer)

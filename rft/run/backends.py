@@ -106,6 +106,7 @@ class MegatronBackend(TrainBackend):
         """The policy comes first: it seeds the generators."""
         from rft.algorithm import recipe
         from rft.megatron.learner import Critic
+        from rft.megatron.logprobs import check_label_logprobs
         from rft.megatron.network import Reference
         from rft.megatron.policy import Policy
         from rft.trainer.models import Models
@@ -113,6 +114,7 @@ class MegatronBackend(TrainBackend):
         config, model, trainer = self.config, self.config.model, self.config.trainer
         steps = trainer.total_steps
         learning = steps if steps is None else steps - trainer.critic_warmup
+        check_label_logprobs(mesh.tp_group, mesh.device.torch)
         policy = Policy(model, trainer, config.algorithm.optimizer, mesh, config.seed, learning)
         reference = critic = teacher = None
         if recipe.needs_reference(config.algorithm):
