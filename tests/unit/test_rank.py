@@ -48,11 +48,14 @@ def test_a_critic_begins_as_its_own_model_or_as_the_policy(
     part("rft.megatron.policy", "Policy")
     part("rft.megatron.learner", "Critic")
     part("rft.megatron.network", "Reference")
+    part("rft.megatron.logprobs", "check_label_logprobs")
     monkeypatch.setattr("rft.trainer.models.Models", lambda *models: models)
     config = Config(name="a")
     config.model.model_path, config.model.critic_model_path = "policy", given
     config.algorithm.advantage_fn, config.algorithm.kl_loss_fn = "ppo", "none"
-    found: Any = backend_of(config, devices.choose("cpu")).build_models(None)  # type: ignore[arg-type]
+    device = devices.choose("cpu")
+    mesh: Any = types.SimpleNamespace(tp_group=None, device=device)
+    found: Any = backend_of(config, device).build_models(mesh)
     policy, reference, critic, *_ = found
     assert policy[1] is config.model and reference is None
     assert critic[:2] == ("Critic", begins)
