@@ -30,6 +30,7 @@ from rft.checkpoint.records import (
     Receipt,
     Region,
     decode_json,
+    of_chunks,
     sha256,
 )
 from rft.checkpoint.sharding import (
@@ -175,15 +176,7 @@ class RankFile:
 
     def read(self, start: int, count: int) -> bytearray:
         """Raises Damaged, naming the file and the chunk, or StorageUnreachable."""
-        out = bytearray(count)
-        at, into = start, memoryview(out)
-        while at < start + count:
-            number = at // CHUNK
-            chunk = memoryview(self.chunk(number))
-            inside = chunk[at - number * CHUNK : start + count - number * CHUNK]
-            into[at - start : at - start + len(inside)] = inside
-            at += len(inside)
-        return out
+        return of_chunks(self.chunk, start, count)
 
     def chunk(self, number: int) -> bytes | memoryview:
         if self._kept[0] != number:

@@ -8,6 +8,7 @@ manifest to itself by `seal`; whoever changes a bit is found out.
 """
 
 import hashlib
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -363,6 +364,19 @@ def decode_json(data: bytes, kind: type[Record]) -> Record:
         return msgspec.json.decode(data, type=kind)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def of_chunks(
+    chunk: Callable[[int], bytes | bytearray | memoryview], start: int, count: int
+) -> bytearray:
+    """Bytes of a file that is read by whole chunks, each asked for by its number."""
+    out, at = bytearray(count), start
+    while at < start + count:
+        number = at // CHUNK
+        inside = memoryview(chunk(number))[at - number * CHUNK : start + count - number * CHUNK]
+        out[at - start : at - start + len(inside)] = inside
+        at += len(inside)
+    return out
 
 
 def sha256(data: bytes) -> str:

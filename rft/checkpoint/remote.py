@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from rft.checkpoint.peers import AgentRefused, Offer, PeerLine, RunKey, dial
-from rft.checkpoint.records import CHUNK, Receipt
+from rft.checkpoint.records import CHUNK, Receipt, of_chunks
 from rft.checkpoint.replicas import End, Fetch, Held, Look, PartTaken
 
 if TYPE_CHECKING:
@@ -90,14 +90,7 @@ class RemoteFile:
 
     def read(self, start: int, count: int) -> bytearray:
         """Raises Damaged or OSError."""
-        out, at = bytearray(count), start
-        while at < start + count:
-            number = at // CHUNK
-            inside = memoryview(self._chunk(number))[at - number * CHUNK :]
-            inside = inside[: start + count - at]
-            out[at - start : at - start + len(inside)] = inside
-            at += len(inside)
-        return out
+        return of_chunks(self._chunk, start, count)
 
     def _chunk(self, number: int) -> bytearray:
         from rft.checkpoint.reader import Damaged  # with numpy, which an agent has no use for
