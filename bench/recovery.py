@@ -1,11 +1,12 @@
 """Ranks that are killed: how soon they are noticed, back at work, and with how much of it lost.
 
-    python -m bench.recovery [--kills N] [--quick]
+    python -m bench.recovery [--kills N] [--quick] [--spares]
 
 In: nothing; random weights of SmolLM2-135M's shapes, a supervised stage of two ranks with a thread
 each, as a user starts it, every step kept in memory (`trainer.memory_interval=1`), the disk far
 away. Now a rank is killed (SIGKILL), now both, each after a step that was drawn; the next kill
-comes when a step after the last was told. Out: a table of what the run itself has measured, and one
+comes when a step after the last was told. `--spares`: with `trainer.spares`, and a kill comes when
+there is a spare for each rank again. Out: a table of what the run itself has measured, and one
 last line of JSON. Bars:
 
     detect     at most 1 s from the death to the launcher's knowing it
@@ -46,6 +47,8 @@ VOCABULARY = 49152
 RANKS, CLAIMED = 2, 50
 DETECT_S, BEGIN_S, READ, AGAIN = 1.0, 3.0, 0.6, 1
 LOOK_S = 0.1
+RANK, SPARE = "rft.run.rank", "rft.run.spare"
+IMPORTED = 2**28  # bytes that a spare which sleeps has at least
 BACK_S = 300.0  # for a step to be told again
 STEP = re.compile(r"^\[ *(\d+)/\d+ .*loss")
 BACK = re.compile(r"^trainer: back from .*")
@@ -56,23 +59,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.recovery")
     parser.add_argument("--kills", type=int, default=CLAIMED, help="of each kind")
     parser.add_argument("--quick", action="store_true", help="2 of each kind")
+    parser.add_argument("--spares", action="store_true", help="with trainer.spares")
     options = parser.parse_args()
     count = 2 if options.quick else options.kills
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="recovery_") as top:
-        rows = killed(Path(top), [KINDS[number % 2] for number in range(2 * count)])
+        kinds = [KINDS[number % 2] for number in range(2 * count)]
+        rows = killed(Path(top), kinds, options.spares)
     told = [told_of(row) for row in rows]
     rate = copy_rate(int(1e9 * max(row["recovery/read_gb"] for row in rows)))
-    say(told, [row["kind"] for row in rows], rate, count)
+    say(told, [row["kind"] for row in rows], rate, count, options.spares)
 
 
-def killed(top: Path, kinds: list[str]) -> list[dict[str, Any]]:
+def killed(top: Path, kinds: list[str], spares: bool) -> list[dict[str, Any]]:
     """What the run told of each recovery."""
     write_model(top / "model", vocab=VOCABULARY, **SHAPES)
     write_arithmetic(top, digits=1, num_eval=16)
     chance, found = random.Random(7), []
     with subprocess.Popen(
-        [sys.executable, "-m", "rft.train", *arguments(top)],
+        [sys.executable, "-m", "rft.train", *arguments(top), f"trainer.spares={spares}"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -82,7 +87,9 @@ def killed(top: Path, kinds: list[str]) -> list[dict[str, Any]]:
             step = await_step(run, 0)
             for kind in kinds:
                 step = await_step(run, step + chance.randrange(1, 3))
-                ranks = ranks_of(run.pid)
+                while spares and sum(map(sleeps, of(run.pid, SPARE))) < RANKS:
+                    step = await_step(run, step + 1)
+                ranks = of(run.pid, RANK)
                 for rank in ranks if kind == KINDS[1] else [chance.choice(ranks)]:
                     rank.kill()
                 begun = time.monotonic()
@@ -147,14 +154,19 @@ def row_of(path: Path, step: int) -> dict[str, Any]:
     raise SystemExit(f"{path} has no row of step {step}")
 
 
-def ranks_of(supervisor: int) -> list[psutil.Process]:
+def of(supervisor: int, module: str) -> list[psutil.Process]:
     """Those that live: one that has just died is its launcher's to wait for."""
     found = []
     for one in psutil.Process(supervisor).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "rft.run.rank" in one.cmdline():
+            if module in one.cmdline():
                 found.append(one)
     return found
+
+
+def sleeps(spare: psutil.Process) -> bool:
+    """Whether it has imported everything, and the thread that did is gone."""
+    return spare.num_threads() == 1 and spare.memory_info().rss > IMPORTED
 
 
 def told_of(row: dict[str, Any]) -> dict[str, float]:
@@ -183,7 +195,9 @@ def copy_rate(count: int, rounds: int = 5) -> float:
     return count / 1e9 / statistics.median(seconds)
 
 
-def say(told: list[dict[str, float]], kinds: list[str], rate: float, count: int) -> None:
+def say(
+    told: list[dict[str, float]], kinds: list[str], rate: float, count: int, spares: bool
+) -> None:
     table = []
     for name in told[0]:
         row = [name]
@@ -192,8 +206,11 @@ def say(told: list[dict[str, float]], kinds: list[str], rate: float, count: int)
             row += [f"{report.median(values):.2f}", f"{max(values):.2f}"]
         table.append(row)
     header = ["", "rank", "worst", "all ranks", "worst"]
+    beside = ", with spares" if spares else ""
     report.table(
-        f"seconds after a kill, {count} of each kind; a copy: {rate:.2f} GB/s", header, table
+        f"seconds after a kill{beside}, {count} of each kind; a copy: {rate:.2f} GB/s",
+        header,
+        table,
     )
     middle = {name: report.median([one[name] for one in told]) for name in told[0]}
     ratios = {
@@ -208,7 +225,12 @@ def say(told: list[dict[str, float]], kinds: list[str], rate: float, count: int)
         "recovery",
         ratios,
         {"kills of a rank": count, "kills of all ranks": count},
-        {"model": "SmolLM2-135M's shapes", "ranks": RANKS, "load": round(os.getloadavg()[0], 1)},
+        {
+            "model": "SmolLM2-135M's shapes",
+            "ranks": RANKS,
+            "spares": spares,
+            "load": round(os.getloadavg()[0], 1),
+        },
         report.versions("torch", "megatron-core"),
         is_met and count >= CLAIMED,
     )

@@ -344,6 +344,11 @@ class TrainerConfig(Section):
         "without save_interval, minutes between checkpoints, at a step's end; 0: only at the end. "
         "Off with deterministic=true",
     ] = 10.0
+    spares: Annotated[
+        Bool,
+        "keep for each rank a process that has imported what a rank imports, for ranks that come "
+        "back; not under an outer launcher",
+    ] = False
     memory_interval: Annotated[
         NonNegInt,
         "steps between states that agents keep in memory alone, for ranks that come back; every "

@@ -17,6 +17,7 @@ Invariant: the ids are those of the template's own text, and a template whose te
 from its own prompt is refused rather than masked wrongly.
 """
 
+import importlib
 import json
 import re
 from typing import Any
@@ -67,6 +68,13 @@ def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {name: value for name, value in message.items() if value is not None}
         for message in messages
     ]
+
+
+def import_tokenizers() -> None:
+    """What a first tokenizer would wait for; these names are imported when they are asked for."""
+    library = importlib.import_module("transformers")
+    for name in ("AutoTokenizer", "PreTrainedTokenizerFast"):
+        getattr(library, name)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:

@@ -53,18 +53,27 @@ class Learner(Network):
         total_steps: int | None,
         lora_configs: list[LoraConfig] | None = None,
         seed: int = 0,
+        expects: bool = False,
     ):
-        super().__init__(path, trainer, mesh, lora_configs, seed)
+        super().__init__(path, trainer, mesh, lora_configs, seed, expects)
         self.step = 0
-        fused = kernels.uses_transformer_engine(mesh.device)
-        overlap = fused and mesh.place.copies > 1
-        self.ddp = _data_parallel(self.model, overlap, overrides.ddp(trainer))
-        if fused and overrides.transformer(trainer).get(kernels.WGRAD, True):
-            kernels.fuse_weight_gradients(self.model)
         self.optimizer = Optimizer(
             self.ddp, optimizer, grad_clip, total_steps, overrides.optimizer(trainer)
         )
         self._shards = weights.shards(self.model, self.dims, mesh.place)
+
+    def _wrap(self, trainer: TrainerConfig) -> None:
+        fused = kernels.uses_transformer_engine(self.mesh.device)
+        overlap = fused and self.mesh.place.copies > 1
+        self.ddp = _data_parallel(self.model, overlap, overrides.ddp(trainer))
+        if fused and overrides.transformer(trainer).get(kernels.WGRAD, True):
+            kernels.fuse_weight_gradients(self.model)
+
+    def begin(self) -> None:
+        """There was no state to be read, or none that is whole: the model as it is in its files."""
+        if self._expects:
+            self._load()
+            self.optimizer.begin()
 
     def gradients(self, part: Sequence[Packed], token_loss: "TokenLoss") -> dict[str, float]:
         """Gradients of one step, complete on every rank; metrics, the same on every rank.
@@ -198,8 +207,10 @@ class Critic(Learner):
         config: CriticConfig,
         mesh: Mesh,
         total_steps: int | None,
+        expects: bool = False,
     ):
-        super().__init__(path, trainer, config.optim, config.grad_clip, mesh, total_steps)
+        optimizer, clip = config.optim, config.grad_clip
+        super().__init__(path, trainer, optimizer, clip, mesh, total_steps, expects=expects)
 
     def _token_scores(self, micro: Micro, hidden: Tensor, wanted: Tensor | None = None) -> Tensor:
         """`hidden` is [1, T, 1] already (`ValueHead`), or this rank's T/tp rows of it."""

@@ -68,7 +68,9 @@ class Network:
         mesh: Mesh,
         lora_configs: list[LoraConfig] | None = None,
         seed: int = 0,
+        expects: bool = False,
     ):
+        """`expects`: a saved state will be read into it, as it seems; else it is to `begin`."""
         self.mesh = mesh
         self.dtype = trainer.dtype or default_dtype(mesh.device.kind)
         self.hf_config = read_hf_config(path)
@@ -92,10 +94,26 @@ class Network:
             self.hf_config, mesh, torch_dtype(self.dtype), more, self.is_critic, self.lora
         )
         self.routers = [one for part in self.model for one in replay.attach(part, self.dims)]
-        weights.load_hf(self.model, path, self.hf_config, mesh.place)
         if self.lora:
             freeze_all_but_adapters(self.model)
-            weights.initialise_adapters(self.model, self.dims, mesh.place, seed)
+        self._wrap(trainer)
+        self._expects, self._origin = expects, (path, seed)
+        # states hold all of a model, but nothing of one under an adapter; nor does fp8 begin empty
+        if expects and not self.lora and not more.get("fp8"):
+            weights.clear_padding(self.model, self.dims, mesh.place)
+        else:
+            self._load()
+
+    def _load(self) -> None:
+        path, seed = self._origin
+        weights.load_hf(self.model, path, self.hf_config, self.mesh.place)
+        if self.lora:
+            weights.initialise_adapters(self.model, self.dims, self.mesh.place, seed)
+
+    def _wrap(self, trainer: TrainerConfig) -> None:
+        """What moves parameters to memory of its own does so before they are filled: memory that
+        nothing was written to costs nothing.
+        """
 
     @torch.no_grad()
     def score(self, part: Sequence[Packed], trained_only: bool = False) -> list[np.ndarray]:

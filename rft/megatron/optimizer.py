@@ -8,6 +8,7 @@ exists from construction on, so that a checkpoint can be read into it before the
 
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
@@ -19,6 +20,15 @@ from rft.config import OptimizerConfig
 from rft.megatron import schedule
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """On a CPU memory that the kernel gives as zeros when it is first used: a state that is read
+    into it is the first to touch it.
+    """
+    if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
+        return torch.zeros_like(tensor)
+    return torch.from_numpy(np.zeros(tuple(tensor.shape), np.float32))
 
 
 class Optimizer:
@@ -64,13 +74,14 @@ class Optimizer:
 
         One fused kernel per shard on any device.
         """
-        part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["foreach"], group["fused"] = False, True
                 for parameter in group["params"]:
                     state = part.optimizer.state[parameter]
+                    state |= {name: zeros_like(parameter.data) for name in MOMENTS}
                     state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        part.init_state_fn(part.optimizer, part.config)  # of those of TE and Apex
 
     @staticmethod
     def _put_sgd(part: DistributedOptimizer) -> None:
@@ -110,6 +121,16 @@ class Optimizer:
                 group["weight_decay"] = self.config.weight_decay * group.get("wd_mult", 1.0)
         self.chain.step_with_ready_grads()
         self.updates += 1
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """As if it had just been made of the weights as they are now."""
+        self.chain.reload_model_params()
+        for part in self.parts:
+            for state in part.optimizer.state.values():
+                for name in MOMENTS:
+                    if name in state:
+                        state[name].zero_()
 
     def resume(self, updates: int) -> None:
         """Go on after that many updates: Adam's bias correction depends on the number."""

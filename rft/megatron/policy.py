@@ -47,6 +47,7 @@ class Policy(Learner):
         mesh: Mesh,
         seed: int,
         total_steps: int | None,
+        expects: bool = False,
     ):
         _seed(seed)
         super().__init__(
@@ -58,6 +59,7 @@ class Policy(Learner):
             total_steps,
             model.lora_configs,
             seed,
+            expects,
         )
         slabs = weights.slabs(self.model, self.hf_config, mesh.place)
         self._sent = weights.shared(slabs, mesh.place)

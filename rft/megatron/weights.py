@@ -208,6 +208,14 @@ def load_hf(model: Sequence[nn.Module], path: str | Path, hf: dict[str, Any], pl
 
 
 @torch.no_grad()
+def clear_padding(model: Sequence[nn.Module], dims: Dims, place: Place) -> None:
+    """Of parameters that a saved state will fill."""
+    for shard in shards(model, dims, place):
+        if shard.bound.kind == "vocab":
+            shard.parameter.zero_()
+
+
+@torch.no_grad()
 def initialise_adapters(model: Sequence[nn.Module], dims: Dims, place: Place, seed: int) -> None:
     """A as PEFT has it, B = 0: the same adapter in every layout."""
     for shard in shards(model, dims, place):

@@ -514,7 +514,7 @@ PLACES = (  # tried at a start only
         reads="algorithm trainer.recompute_granularity trainer.ppo_mini_batch_size "
         "buffer.batch_size buffer.train_batch_size model.max_model_len "
         "synchronizer.lora_sync synchronizer.sync synchronizer.bucket_bytes "
-        "trainer.checkpoint.versions trainer.checkpoint.replicas",
+        "trainer.checkpoint.versions trainer.checkpoint.replicas trainer.spares",
     ),
 )
 MEMORY_AND_CARDS = (

@@ -53,6 +53,7 @@ HEAD = "lm_head.weight"
 # the others of a run, without and with engines (Ray, explorer, buffer, synchronizer)
 RANK, ENGINE, LAUNCHER, ACTORS = int(0.9e9), int(1.3e9), int(0.35e9), int(1.5e9)
 LIBRARIES = int(0.07e9)  # of a rank's, which all ranks of a host share
+SPARE = int(0.45e9)  # a rank that has imported everything, and waits
 PROCESSES, ACTIVATIONS = "processes, about", "activations, about"
 ESTIMATES = (PROCESSES, ACTIVATIONS)
 
@@ -279,7 +280,7 @@ def on_host(config: Config, wanted: MemoryPlan, on_cpu: bool) -> dict[str, int]:
     receivers = int(rollout.engine_num or 1) if config.mode in ("both", "explore") else 0
     stored = stored_bytes(config)
     parts = {
-        PROCESSES: processes(ranks, engines),
+        PROCESSES: processes(ranks, engines, ranks * config.trainer.spares),
         "staging of checkpoints": ranks * wanted.staging,
         "the last version kept": wanted.kept if ranks else 0,
         "weights that engines have": wanted.served if ranks else 0,
@@ -297,10 +298,11 @@ def on_host(config: Config, wanted: MemoryPlan, on_cpu: bool) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size}
 
 
-def processes(ranks: int, engines: int) -> int:
+def processes(ranks: int, engines: int, spares: int = 0) -> int:
     """Bytes, before they hold anything of a model."""
-    shared = max(0, ranks - 1) * LIBRARIES
-    return ranks * RANK - shared + engines * ENGINE + (ACTORS if engines else LAUNCHER)
+    shared = max(0, ranks + spares - 1) * LIBRARIES
+    own = ranks * RANK + spares * SPARE - shared
+    return own + engines * ENGINE + (ACTORS if engines else LAUNCHER)
 
 
 def listed(parts: dict[str, int]) -> str:

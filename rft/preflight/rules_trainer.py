@@ -312,6 +312,12 @@ CHECKPOINT = (
         "trainer.memory_interval=0 keeps none: set it to 1, or replicas to 0",
     ),
     Rule(
+        "trainer.spares trainer.max_restarts",
+        lambda c: c.trainer.spares and not c.trainer.max_restarts,
+        "trainer.spares=true with trainer.max_restarts=0: ranks that die are not started again, so "
+        "nobody needs a spare; set max_restarts, or spares=false",
+    ),
+    Rule(
         "trainer.memory_interval trainer.checkpoint.memory",
         lambda c: c.trainer.memory_interval and (c.trainer.checkpoint.memory or 2) < 2,
         "trainer.memory_interval={trainer.memory_interval} keeps each state whole, beside the next "

@@ -10,6 +10,7 @@ what explorers put into a buffer. Collective: every rank builds its own.
 import os
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,26 +69,29 @@ def assemble(
     epoch: int,
     stopping: Callable[[], bool],
     recovery: Recovery,
+    coming: Future[Any] | None = None,
 ) -> Assembled:
     """`epoch`: of this run's attempt. `stopping`: whether somebody asked for a clean end.
-    `recovery`: what rank 0 tells of ranks that came back.
+    `recovery`: what rank 0 tells of ranks that came back. `coming`: the tokenizer, if rank 0 has
+    begun to load it already.
     """
     config, lead = backend.config, mesh.rank == 0
     rollouts = not is_supervised(config.algorithm) and config.mode == "both"
     explorer = control.actor(config.explorer.name) if lead and rollouts else None
     synchronizer = control.actor("synchronizer") if lead and rollouts else None
-    tokenizer = load_tokenizer(config.model) if lead else None
+    coming = coming or (begin_tokenizer(config) if lead else None)
     checkpoints = backend.build_checkpoints(mesh, models, epoch)
     publisher = backend.build_publisher(mesh, models, checkpoints, synchronizer, epoch)
-    feed = build_feed(config, mesh, models, tokenizer)
     skips = SkippedSteps(
         backend.job / "failed_batches", config.trainer.max_skipped_steps, lead, mesh.barrier
     )
+    gates = gates_of(config)
     with trace.span("resume"):
-        gates = gates_of(config)
-        step, losses = resume(
-            checkpoints, models, feed, skips, epoch, partial(compare, gates, mesh, models)
-        )
+        loop = restored(checkpoints, models)
+        compare(gates, mesh, models, loop)
+        tokenizer = coming.result() if coming else None
+        feed = build_feed(config, mesh, models, tokenizer)
+        step, losses = resume(loop, feed, skips, epoch)
     source = "memory" if checkpoints.remembered is not None else "disk"
     reached = RunRecord(backend.job).last_step if lead else 0
     recovery.resumed(step, reached, source if step else "", checkpoints.read)
@@ -242,19 +246,31 @@ def phase_file(
     return write
 
 
-def resume(
-    checkpoints: "Saves",
-    models: Models,
-    feed: Feed,
-    skips: SkippedSteps,
-    epoch: int,
-    compared: Callable[[dict[str, Any]], None] = unheard,
-) -> tuple[int, deque[float]]:
-    """Restore the newest good checkpoint on every rank and tell the buffer; returns the policy
-    version and the losses of the steps before it. `compared`: with the loop state that was saved.
+def begin_tokenizer(config: Config) -> Future[Any]:
+    """In a thread: the library behind it takes seconds to be there, in which models are built and a
+    state is read.
     """
-    loop = checkpoints.load(models) or {"step": 0}
-    compared(loop)
+    pool = ThreadPoolExecutor(1, "tokenizer")
+    coming = pool.submit(load_tokenizer, config.model)
+    pool.shutdown(wait=False)
+    return coming
+
+
+def restored(checkpoints: "Saves", models: Models) -> dict[str, Any]:
+    """The loop state of the newest good checkpoint, which every rank has read."""
+    loop = checkpoints.load(models)
+    if loop is None:
+        models.begin()
+        return {"step": 0}
+    return loop
+
+
+def resume(
+    loop: dict[str, Any], feed: Feed, skips: SkippedSteps, epoch: int
+) -> tuple[int, deque[float]]:
+    """Go on there, and tell the buffer; returns the policy version and the losses of the steps
+    before it.
+    """
     step = int(loop["step"])
     skips.restore(loop.get("skips", [0, 0]))
     if isinstance(feed.source, control.QueueSource):

@@ -35,6 +35,16 @@ if TYPE_CHECKING:
     Saves = CheckpointManager | RemoteCheckpoints
 
 
+# what every rank of Megatron's needs, sooner or later; the second is what torch's optimizers import
+LATE = (
+    "rft.megatron.policy",
+    "torch._dynamo",
+    "rft.checkpoint.manager",
+    "rft.sync.origins",
+    "rft.sync.publisher",
+)
+
+
 @dataclass(frozen=True)
 class TrainBackend(ABC):
     """The parts of a trainer rank that depend on where the policy learns. Every rank calls every
@@ -45,9 +55,15 @@ class TrainBackend(ABC):
     job: Path
     device: Device
 
-    @abstractmethod
     def import_parts(self) -> None:
         """Have the code that the others run, so that none of them waits for it; twice is once."""
+        self.import_code()
+
+    @abstractmethod
+    def import_code(self) -> None:
+        """The same without touching a device: a process may do it long before it is a rank
+        (`rft.run.spare`).
+        """
 
     @abstractmethod
     def open_mesh(self) -> TrainerMesh:
@@ -82,11 +98,15 @@ class MegatronBackend(TrainBackend):
 
     def import_parts(self) -> None:
         self.device.activate()
+        self.import_code()
+
+    def import_code(self) -> None:
         if self.device.kind == "cpu":
             from rft.megatron import cpu_port
 
             cpu_port.install()
-        importlib.import_module("rft.megatron.policy")
+        for name in LATE:
+            importlib.import_module(name)
 
     def open_mesh(self) -> TrainerMesh:
         self.import_parts()
@@ -105,6 +125,7 @@ class MegatronBackend(TrainBackend):
     def build_models(self, mesh: TrainerMesh) -> "Models":
         """The policy comes first: it seeds the generators."""
         from rft.algorithm import recipe
+        from rft.checkpoint import fence
         from rft.megatron.learner import Critic
         from rft.megatron.logprobs import check_label_logprobs
         from rft.megatron.network import Reference
@@ -115,7 +136,11 @@ class MegatronBackend(TrainBackend):
         steps = trainer.total_steps
         learning = steps if steps is None else steps - trainer.critic_warmup
         check_label_logprobs(mesh.tp_group, mesh.device.torch)
-        policy = Policy(model, trainer, config.algorithm.optimizer, mesh, config.seed, learning)
+        control = fence.control_dir(self.job)
+        # of an attempt before: what they have written, or keep, is read
+        comes_back = bool(fence.living_agents(control) or fence.resting(control))
+        optimizer = config.algorithm.optimizer
+        policy = Policy(model, trainer, optimizer, mesh, config.seed, learning, comes_back)
         reference = critic = teacher = None
         if recipe.needs_reference(config.algorithm):
             path = model.ref_model_path or model.model_path
@@ -123,7 +148,12 @@ class MegatronBackend(TrainBackend):
             reference = Reference(path, trainer, mesh, replays=routed)
         if recipe.needs_critic(config.algorithm):
             critic = Critic(
-                model.critic_model_path or model.model_path, trainer, config.critic, mesh, steps
+                model.critic_model_path or model.model_path,
+                trainer,
+                config.critic,
+                mesh,
+                steps,
+                comes_back,
             )
         if recipe.needs_teacher(config.algorithm):
             teacher = Reference(str(model.teacher_model_path), trainer, mesh, replays=False)
@@ -222,7 +252,7 @@ class MegatronBackend(TrainBackend):
 class TinkerBackend(TrainBackend):
     """One rank, without a model of its own."""
 
-    def import_parts(self) -> None:
+    def import_code(self) -> None:
         importlib.import_module("rft.extras.tinker.remote_policy")
 
     def open_mesh(self) -> TrainerMesh:

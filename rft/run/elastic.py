@@ -28,6 +28,7 @@ from rft.ground.process import ShortExit, die_with_parent, ending
 from rft.monitor import logs
 from rft.run import recovery
 from rft.run.restarts import Restarts
+from rft.run.spare import Spares
 
 CONSEQUENCES = (
     signal.SIGTERM,
@@ -47,17 +48,21 @@ def main(path: str) -> int:
     die_with_parent()
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
+    count = int(config.trainer.num_ranks or 1)
+
     def start() -> None:
-        with recovery.RankWatch(log_dir, int(config.trainer.num_ranks or 1)):
+        spares.refill()
+        with recovery.RankWatch(log_dir, count, apart=spares.pids):
             run(config, "-m", "rft.run.rank", path)
 
     try:
-        failed = until_ended(
-            start,
-            Restarts(config.trainer.max_restarts, kept=log_dir / DEATHS),
-            log_dir,
-            lambda line: print(redact.text(line), flush=True),
-        )
+        with Spares(path, log_dir, count if config.trainer.spares else 0) as spares:
+            failed = until_ended(
+                start,
+                Restarts(config.trainer.max_restarts, kept=log_dir / DEATHS),
+                log_dir,
+                lambda line: print(redact.text(line), flush=True),
+            )
     except SignalException as stop:
         return 128 + int(stop.sigval)
     if failed is None:

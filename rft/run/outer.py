@@ -208,6 +208,8 @@ def _next_stage(raw: DictConfig, prepared: Prepared, check: Check) -> Announceme
     resolved = configs.job_dir(config) / "resolved.yaml"
     configs.save(config, resolved)
     print(*start_table(config), sep="\n", flush=True)
+    if config.trainer.spares:
+        print("rft: trainer.spares: an outer launcher starts the ranks, and keeps none", flush=True)
     if reads_files(config):
         environment = _attempt(logs.new_attempt(resolved.parent), config)
         return Announcement(resolved=str(resolved), environment=environment)

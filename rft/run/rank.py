@@ -191,15 +191,16 @@ def _train(rank: Rank, mesh: TrainerMesh) -> None:
         control.await_engines(control.actor(config.explorer.name) if mesh.rank == 0 else None)
         mesh.barrier(rank.waiting_for)
         rank.waiting_for = ""
+    from rft.run import assembly
+
+    tokenizer = assembly.begin_tokenizer(config) if mesh.rank == 0 else None
     with trace.span("build models"):
         models = rank.backend.build_models(mesh)
     rank.recovery.mark("build")
     log.info("rank %d of %d: %s", mesh.rank, mesh.world, models.policy.describe())
-    from rft.run import assembly
-
     epoch = mesh.broadcast(take_epoch(rank) if mesh.rank == 0 else None)
     built = assembly.assemble(
-        rank.backend, mesh, models, epoch, lambda: bool(rank.stopping), rank.recovery
+        rank.backend, mesh, models, epoch, lambda: bool(rank.stopping), rank.recovery, tokenizer
     )
     trainer = rank.trainer = built.trainer
     # until now there was nothing to save

@@ -38,19 +38,27 @@ MARKS = ("detect", "spawn", "imports", "groups", "build", "load", "begin", "firs
 
 
 class RankWatch:
-    """Around what starts `count` ranks as children of this process."""
+    """Around what starts `count` ranks as children of this process. `apart`: children that are no
+    ranks, but may become some.
+    """
 
     def __init__(
-        self, log_dir: Path, count: int, peers_s: float = PEERS_S, killed_s: float = KILLED_S
+        self,
+        log_dir: Path,
+        count: int,
+        peers_s: float = PEERS_S,
+        killed_s: float = KILLED_S,
+        apart: Callable[[], set[int]] = set,
     ):
         self.log_dir = log_dir
         self.count = count
+        self.apart = apart
         self.peers_s = peers_s
         self.killed_s = killed_s
         self._died_at: float | None = None
         self._is_over = threading.Event()
         self._ranks: dict[int, int] = {}  # process numbers and what is held of each
-        self._others = {child.pid for child in psutil.Process().children()}  # no ranks
+        self._others = {child.pid for child in psutil.Process().children()} - apart()  # no ranks
         self._thread = NamedThread(target=self._run, name="rank-watch", daemon=True)
 
     def __enter__(self) -> "RankWatch":
@@ -71,11 +79,11 @@ class RankWatch:
         while not self._is_over.is_set():
             # a look costs as much as there are processes on this machine
             is_whole = len(self._ranks) >= self.count
-            for child in () if is_whole else psutil.Process().children():
-                if child.pid not in self._ranks and child.pid not in self._others:
-                    with contextlib.suppress(ProcessLookupError):
-                        self._ranks[child.pid] = os.pidfd_open(child.pid)
-                        ends.register(self._ranks[child.pid], select.POLLIN)
+            children = [] if is_whole else [child.pid for child in psutil.Process().children()]
+            for pid in set(children) - self._ranks.keys() - self._others - self.apart():
+                with contextlib.suppress(ProcessLookupError):
+                    self._ranks[pid] = os.pidfd_open(pid)
+                    ends.register(self._ranks[pid], select.POLLIN)
             for descriptor, _ in ends.poll(1000 * LOOK_S):
                 ends.unregister(descriptor)
                 if self._died_at is None and (how := failure_of(descriptor)) is not None:

@@ -262,6 +262,12 @@ class Models:
         if self.critic is not None:
             self.critic.restore(small)
 
+    def begin(self) -> None:
+        """There was no state to be read."""
+        for model in (self.policy, self.critic):
+            if model is not None:
+                model.begin()
+
     def vitals(self) -> dict[str, Any]:
         """What a resume must find again of this rank: see `rft.trainer.gates`."""
         found = self.policy.vitals()

@@ -64,7 +64,8 @@ def resumed(
 ) -> dict[str, Any]:
     """Both ends as this rank saw them.
 
-    The second policy starts from other weights and another seed: all of it must be read.
+    The second policy expects a state, so it has no weights of its own, and another seed: all of it
+    must be read. It may still begin as its own model.
     """
     sizes = MegatronConfig(tp, pp, cp, sp, vpp, ep)
     device = devices.choose("cpu")
@@ -78,11 +79,21 @@ def resumed(
         save_and_wait(manager_at(root, mesh, trainer), BEFORE, first, loop)
         wanted = ending(first)
         first.close()
-        second = Policy(ModelConfig(model_path=other), trainer, SCHEDULE, mesh, 2, BEFORE + AFTER)
+        model = ModelConfig(model_path=other)
+        second = Policy(model, trainer, SCHEDULE, mesh, 2, BEFORE + AFTER, expects=True)
         read = manager_at(root, mesh, trainer).load(second)
         found = ending(second)
+        second.begin()
+        begun = held(second)
         second.close()
-        return {"loop": (read, loop), "steps": (found, wanted)}
+        third = Policy(model, trainer, SCHEDULE, mesh, 2, BEFORE + AFTER)
+        beginning = held(third)
+        third.close()
+        return {
+            "loop": (read, loop),
+            "steps": (found, wanted),
+            "begun": (begun, beginning),
+        }
     finally:
         mesh.close()
 
@@ -92,8 +103,7 @@ def ending(policy: Policy) -> dict[str, Any]:
     what each generator says next.
     """
     metrics = train(policy, range(BEFORE, BEFORE + AFTER))
-    snapshot = policy.snapshot()
-    pieces = {(p.key, p.offset, p.shape, p.flat): as_bytes(p.tensor) for p in snapshot.pieces}
+    snapshot, pieces = policy.snapshot(), held(policy)
     draws = (torch.rand(3).tolist(), np.random.random(3).tolist())
     return {
         "metrics": metrics,
@@ -101,6 +111,12 @@ def ending(policy: Policy) -> dict[str, Any]:
         "small": snapshot.small | snapshot.local,
         "draws": draws,
     }
+
+
+def held(policy: Policy) -> dict[Any, bytes]:
+    """Every tensor."""
+    pieces = policy.snapshot().pieces
+    return {(p.key, p.offset, p.shape, p.flat): as_bytes(p.tensor) for p in pieces}
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:

@@ -65,4 +65,6 @@ def test_resume_is_bitwise(
         assert differing == [], f"rank {rank}"
         assert found["small"] == wanted["small"], f"rank {rank}: counters or generators"
         assert found["draws"] == wanted["draws"], f"rank {rank}: generators"
+        begun, beginning = result["begun"]
+        assert [key for key in beginning if begun[key] != beginning[key]] == [], f"rank {rank}"
     assert {key.split("/")[0] for key, *_ in wanted["pieces"]} >= {"model", "exp_avg", "exp_avg_sq"}

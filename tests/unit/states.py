@@ -93,6 +93,9 @@ class State:
         self.small = small["rng"]
         self.local = small.get("stream")
 
+    def begin(self) -> None:
+        """There was nothing to be read."""
+
     def fill(self, value: int) -> "State":
         for number, tensor in enumerate(self.tensors.values()):
             tensor.fill_((value + number) % 2 if tensor.dtype == torch.bool else value + number)

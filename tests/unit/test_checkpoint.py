@@ -38,7 +38,7 @@ from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import open_storage
 from rft.config import AlgorithmConfig
 from rft.data.packing import Cost
-from rft.run.assembly import resume
+from rft.run.assembly import restored, resume
 from rft.trainer.feed import Feed
 from rft.trainer.reporting import SkippedSteps
 from tests.unit.test_feed import Alone
@@ -151,13 +151,13 @@ def test_a_rank_goes_on_where_its_newest_checkpoint_stands(memory_path: Path) ->
     feed = Feed(None, Alone(), AlgorithmConfig(), 1, 1, Cost())
     with managed(root, state) as manager:
         skips = SkippedSteps(memory_path, 0, True, print)
-        assert resume(manager, state, feed, skips, 1) == (0, deque())
+        assert resume(restored(manager, state), feed, skips, 1) == (0, deque())
         manager.save(6, state, {"recent_losses": [0.5, 0.25], "skips": [2, 1]})
         manager.before_update()
         manager.wait(6)
     found, skips = plain(), SkippedSteps(memory_path, 0, True, print)
     again = CheckpointManager(root, OneRank(), trainer_config(), epoch=2)
-    assert resume(again, found, feed, skips, 2) == (6, deque([0.5, 0.25]))
+    assert resume(restored(again, found), feed, skips, 2) == (6, deque([0.5, 0.25]))
     assert skips.state() == [2, 1] and equal(found, state)
 
 

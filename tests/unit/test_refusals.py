@@ -631,6 +631,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("trainer.param_offload=true", "trainer.param_offload", "trainer.recompute_granularity"),
     ("trainer.profiler=torch trainer.total_steps=2", "trainer.profile_steps", "give earlier ones"),
     ("trainer.collective_timeout=0", "trainer.collective_timeout", "greater than 0"),
+    ("trainer.spares=true trainer.max_restarts=0", "trainer.spares=true", "or spares=false"),
     ("trainer.checkpoint.lease_s=700", "trainer.checkpoint.lease_s", "lower it"),
     ("trainer.checkpoint.host_memory_gb=0", "trainer.checkpoint.host_memory_gb", "or left out"),
     (

@@ -105,6 +105,9 @@ class RemotePolicy:
         """The weights are the service's."""
         return {"step": self.step}
 
+    def begin(self) -> None:
+        """That is `open`'s."""
+
     def open(self, step: int = 0, state: str | None = None) -> None:
         """Begin with a new adapter, or go on from saved weights and
         optimizer as they were at `step`.
