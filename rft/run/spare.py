@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from rft.data.chat import import_tokenizers
 from rft.ground import device as devices
 from rft.ground.process import NamedThread, ShortExit, die_with_parent
 from rft.monitor import logs
+from rft.trainer.feed import reads_files
 
 log = logging.getLogger(__name__)
 READY, IN_THE_WAY = b"r", b"c"  # a spare's first word
@@ -189,9 +191,8 @@ def main(descriptor: int, parent: int, path: str) -> int:
         os.dup2(log_file, stream)
     os.close(log_file)
     with socket.socket(fileno=descriptor) as line:
-        importing = threading.Thread(target=import_ahead, args=(config,))
-        importing.start()
-        importing.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(import_ahead, config).result()
         loaded.look()
         line.sendall(IN_THE_WAY if holds_card() else READY)
         data = b"".join(iter(lambda: line.recv(2**16), b""))
@@ -220,7 +221,9 @@ def import_ahead(config: Config) -> None:
     kind = devices.choose(config.device)
     backend_of(config, kind).import_code()
     importlib.import_module("rft.run.assembly")
-    import_tokenizers()  # rank 0's, which any may be
+    import_tokenizers()  # this and the next are rank 0's, which any may be
+    if not reads_files(config):
+        importlib.import_module("ray")
 
 
 def holds_card() -> bool:
