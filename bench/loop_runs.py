@@ -330,7 +330,8 @@ def read(job: Path, way: str, sizes: Sizes, groups: list[dict[str, Any]]) -> Mea
     """
     ended = [group for group in groups if "tokens" in group]
     tokens = sum(group["tokens"] for group in ended)
-    if way != TOGETHER and tokens != sizes.steps * TASKS * REPEATS * sizes.tokens:
+    trained = sizes.steps * TASKS * REPEATS * sizes.tokens
+    if way != TOGETHER and tokens != trained:
         raise RuntimeError(
             f"{way}: {len(ended)} groups with {tokens} tokens are not what {sizes} asks for"
         )
@@ -363,7 +364,7 @@ def read(job: Path, way: str, sizes: Sizes, groups: list[dict[str, Any]]) -> Mea
         steps,
         spans,
         working,
-        tokens,
+        trained,
         first_wait=rows[0]["time/wait_batch_s"],
         idle=sum(idle) / sum(steps[1:]) if idle else float("nan"),
     )
