@@ -36,7 +36,8 @@ from rft.monitor.run_record import RunRecord
 REPOSITORY = Path(__file__).resolve().parents[1]
 TASKS_FILE = Path(__file__).with_name("loop_tasks.py")
 ASYNC, EVEN, ROLLOUT, TOGETHER = "async", "even", "rollouts alone", "halves together"
-MODES = {ASYNC: "both", EVEN: "both", ROLLOUT: "explore"}
+KEPT = "kept"
+MODES = {ASYNC: "both", KEPT: "both", EVEN: "both", ROLLOUT: "explore"}
 TASKS, REPEATS = 16, 8  # of one step
 TEMPLATE = 16  # tokens, at most, of a sum and of the chat template around a prompt
 SAVE_EVERY, EVALUATE_EVERY, EVALUATED = 4, 6, 64  # steps, steps, tasks: of `even`
@@ -253,7 +254,7 @@ def measure(root: Path, name: str, way: str, sizes: Sizes) -> Measured:
     """Run one way from its start to its end."""
     groups: list[dict[str, Any]] = []
     begin: Counts | None = None
-    more = evenness(sizes) if way == EVEN else []
+    more = evenness(sizes) if way == EVEN else ["synchronizer.kv=keep"] if way == KEPT else []
     with started(root, name, MODES[way], sizes, more, "") as run:
         while True:
             kind, what = run.next(f"{way}: {'its last step' if begin else 'its first step'}")
@@ -330,7 +331,8 @@ def read(job: Path, way: str, sizes: Sizes, groups: list[dict[str, Any]]) -> Mea
     """
     ended = [group for group in groups if "tokens" in group]
     tokens = sum(group["tokens"] for group in ended)
-    if way != TOGETHER and tokens != sizes.steps * TASKS * REPEATS * sizes.tokens:
+    trained = sizes.steps * TASKS * REPEATS * sizes.tokens
+    if way != TOGETHER and tokens != trained:
         raise RuntimeError(
             f"{way}: {len(ended)} groups with {tokens} tokens are not what {sizes} asks for"
         )
@@ -363,7 +365,7 @@ def read(job: Path, way: str, sizes: Sizes, groups: list[dict[str, Any]]) -> Mea
         steps,
         spans,
         working,
-        tokens,
+        trained,
         first_wait=rows[0]["time/wait_batch_s"],
         idle=sum(idle) / sum(steps[1:]) if idle else float("nan"),
     )

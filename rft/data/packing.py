@@ -13,12 +13,13 @@ loss, however the rows were cut. Rows of a group that begin alike may stand side
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
 import numpy as np
 
+from rft.config import TrainerConfig
 from rft.data.balance import Cost, assign, assign_chains, fill, refine
 from rft.data.prefixes import chains, shared_lengths
 from rft.data.runs import Numbers, Runs, expanded
@@ -138,6 +139,13 @@ class PackingPolicy:
     @property
     def by_tokens(self) -> bool:
         return self.rows is None and self.balance and not self.pad
+
+
+def cut_of(trainer: TrainerConfig) -> PackingPolicy:
+    rows = None if trainer.use_dynamic_bsz else trainer.ppo_micro_batch_size_per_gpu
+    cut = PackingPolicy(rows, trainer.balance_batch, pad=not trainer.use_remove_padding)
+    whole = trainer.megatron.context_parallel_size == 1  # no row is cut over ranks
+    return replace(cut, share=trainer.share_prefixes and cut.by_tokens and whole)
 
 
 BY_TOKENS = PackingPolicy()

@@ -21,9 +21,9 @@ from rft.buffer.experience_file import ExperienceFile
 from rft.buffer.progress import StepSize
 from rft.checkpoint import fence
 from rft.checkpoint.asking import SaveRequests
-from rft.config import Config, TrainerConfig, engine_arguments, is_bitwise
+from rft.config import Config, engine_arguments, is_bitwise
 from rft.data.chat import load_tokenizer
-from rft.data.packing import Cost, PackingPolicy
+from rft.data.packing import Cost, cut_of
 from rft.data.supervised import SupervisedRows
 from rft.data.updates import UpdateRule
 from rft.ground.experience import EvalResult
@@ -322,13 +322,6 @@ def rule_of(config: Config) -> UpdateRule:
     together = 2 if recipe.needs_pairs(config.algorithm) else 1
     size = trainer.ppo_mini_batch_size
     return UpdateRule(trainer.ppo_epochs, size, trainer.ppo_shuffle, config.seed, together)
-
-
-def cut_of(trainer: TrainerConfig) -> PackingPolicy:
-    rows = None if trainer.use_dynamic_bsz else trainer.ppo_micro_batch_size_per_gpu
-    cut = PackingPolicy(rows, trainer.balance_batch, pad=not trainer.use_remove_padding)
-    whole = trainer.megatron.context_parallel_size == 1  # no row is cut over ranks
-    return replace(cut, share=trainer.share_prefixes and cut.by_tokens and whole)
 
 
 def source(config: Config, tokenizer: Any) -> BatchSource:

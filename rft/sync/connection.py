@@ -130,6 +130,16 @@ class PeerConnection:
         except OSError as error:
             raise self._lost(error) from error
 
+    def wait(self) -> None:
+        """Until something is there to receive."""
+        try:
+            if not self._socket.recv(1, socket.MSG_PEEK):
+                raise self._closed()
+        except PeerLost:
+            raise
+        except OSError as error:
+            raise self._lost(error) from error
+
     def receive(self, into: memoryview) -> None:
         """Fill `into`, contiguous bytes."""
         got = 0
@@ -137,12 +147,15 @@ class PeerConnection:
             while got < len(into):
                 size = self._socket.recv_into(into[got:], 0, socket.MSG_WAITALL)
                 if not size:
-                    raise PeerLost(f"{self.name}: the other end closed", self.engine)
+                    raise self._closed()
                 got += size
         except PeerLost:
             raise
         except OSError as error:
             raise self._lost(error) from error
+
+    def _closed(self) -> PeerLost:
+        return PeerLost(f"{self.name}: the other end closed", self.engine)
 
     def fileno(self) -> int:
         return self._socket.fileno()

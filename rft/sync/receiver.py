@@ -460,6 +460,8 @@ class Receiver:
                     at += len(memory) // changes.steps.itemsize
                 for start in range(0, len(memory), CHUNK):
                     data = memory[start : start + CHUNK]
+                    if not delta:
+                        wire.wait()  # for a slow trainer rank: others' bytes have the core
                     with self._spare:  # a core that decoding does not want
                         if not delta:
                             wire.receive(data)

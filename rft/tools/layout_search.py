@@ -56,12 +56,15 @@ class Candidate:
 
 
 class Search:
-    """Every layout of a filled config; `length`: tokens of an experience."""
+    """Every layout of a filled config; `length` and `prompt`: tokens of an experience, and how many
+    of these its group shares.
+    """
 
-    def __init__(self, config: Config, site: Site, length: float | None):
+    def __init__(self, config: Config, site: Site, length: float | None, prompt: float):
         self.config, self.site = config, site
         self.hf = read_hf_config(config.model.model_path)
         self.length = length or int(config.model.max_model_len or 2) / 2
+        self.prompt = min(prompt, self.length - 1)
         self.ranks = int(config.trainer.num_ranks or 1)
         self.refused: dict[str, set[str]] = {}
         found = sorted(
@@ -131,7 +134,7 @@ class Search:
     def weighed(self, config: Config) -> Candidate:
         memory, site = plan(config), self.site
         host = per_host(config, memory, site)
-        timed = StepTime(config, self.hf, site.figures, site.per_node, self.length)
+        timed = self.timed(config)
         lacks = ""
         if site.total and memory.rank > self.card():
             most = max(memory.on_rank, key=lambda name: memory.on_rank[name])
@@ -142,6 +145,10 @@ class Search:
         elif sum(host.values()) > FULL * site.host:
             lacks = f"{gigabytes(sum(host.values()))} of a host's {gigabytes(FULL * site.host)}"
         return Candidate(config, memory, host, timed.seconds(), lacks)
+
+    def timed(self, config: Config) -> StepTime:
+        site = self.site
+        return StepTime(config, self.hf, site.figures, site.per_node, self.length, self.prompt)
 
     def card(self) -> float:
         """Bytes that the trainer may plan with."""

@@ -40,7 +40,7 @@ from rft.tools import figures, tables
 from rft.tools.figures import Figures
 from rft.tools.fit import FULL, short
 from rft.tools.layout_search import ENGINE_BESIDE, SIZES, Candidate, Search, Site
-from rft.tools.step_time import Seconds, StepTime
+from rft.tools.step_time import Seconds
 
 PER_NODE = 8
 HOST_GB = 1000.0
@@ -92,6 +92,13 @@ def parser() -> argparse.ArgumentParser:
         "--length", type=float, metavar="TOKENS", help="of an experience (half of max_model_len)"
     )
     parser.add_argument(
+        "--prompt",
+        type=float,
+        default=0.0,
+        metavar="TOKENS",
+        help="of its prompt, which its group shares (0: rows count whole)",
+    )
+    parser.add_argument(
         "--calibrate", action="store_true", help="measure this machine's cores again"
     )
     return parser
@@ -135,7 +142,10 @@ def searches(
             raise ConfigError(f"{where}, so nothing is laid out here: plan mode=both or mode=train")
         site = site_of(config, options)
         fill(config, site)
-        yield model or Path(config.model.model_path).name, Search(config, site, options.length)
+        yield (
+            model or Path(config.model.model_path).name,
+            Search(config, site, options.length, options.prompt),
+        )
 
 
 # --- what is asked about --------------------------------------------------------------------------
@@ -237,9 +247,10 @@ def text(found: Search, model: str) -> Iterator[str]:
         where += f", {rollout.engine_num} engine(s) of {rollout.tensor_parallel_size}"
     stage = f"{config.stage_name}: " if config.stage_name else ""
     yield f"{stage}{model}, {short(memory.parameters)} parameters; {where}"
+    shared = f" ({found.prompt:,.0f} of the prompt)" if found.prompt else ""
     yield (
-        f"a step: {config.buffer.train_batch_size} experiences of {found.length:,.0f} tokens, "
-        f"microbatches of at most {most_tokens(found)} a rank"
+        f"a step: {config.buffer.train_batch_size} experiences of {found.length:,.0f} tokens"
+        f"{shared}, microbatches of at most {most_tokens(found)} a rank"
     )
     if not found.fitting:
         yield "nothing fits."
@@ -279,10 +290,7 @@ def rows(found: Search) -> Iterator[dict[str, Any]]:
             **parts,
             "tokens/s a rank": f"{tokens / one.seconds.total / found.ranks:,.0f}",
         }
-        timed = StepTime(
-            one.config, found.hf, found.site.figures, found.site.per_node, found.length
-        )
-        if share := timed.mfu(one.seconds.total):
+        if share := found.timed(one.config).mfu(one.seconds.total):
             row["MFU"] = f"{share:.2f}"
         yield row | {"": ", ".join(marks) + (": does not fit" if one.lacks else "")}
 

@@ -1,8 +1,9 @@
 """How long a training step takes in a layout: counted from shapes, at the rates of `Figures`.
 
 In: a filled config with its layout, config.json, the figures of a rank, how many ranks a node has,
-and how long experiences are. Out: `Seconds` of one step by what they go to. A microbatch of t
-tokens per rank passes a stage's layers in
+and how long experiences and their prompts are. Out: `Seconds` of one step by what they go to. A
+microbatch of t computed tokens per rank (a group's prompt counts once where it is shared) passes a
+stage's layers in
 
     products / rate + attention / rate + bytes touched / bandwidth + launches
 
@@ -27,7 +28,7 @@ from typing import Any
 
 from rft.algorithm import recipe
 from rft.config import Config
-from rft.data.packing import Cost
+from rft.data.packing import Cost, cut_of
 from rft.ground.names import DTYPES, ITEM_BYTES, Dims, architecture_of
 from rft.preflight.memory_plan import (
     GRADIENT,
@@ -112,10 +113,18 @@ class Exchange:
 
 
 class StepTime:
-    """`length`: tokens of an experience, on average."""
+    """`length`: tokens of an experience, on average; `prompt`: of these, those that come before
+    what is trained, and that all rows of a group begin with.
+    """
 
     def __init__(
-        self, config: Config, hf: dict[str, Any], figures: Figures, per_node: int, length: float
+        self,
+        config: Config,
+        hf: dict[str, Any],
+        figures: Figures,
+        per_node: int,
+        length: float,
+        prompt: float = 0.0,
     ):
         self.config, self.hf, self.figures, self.per_node = config, hf, figures, per_node
         self.dims, self.cost, self.length = Dims.of(hf), Cost.of(hf), length
@@ -130,10 +139,16 @@ class StepTime:
         self.ranks = int(config.trainer.num_ranks or 1)
         self.copies = self.ranks // (self.tp * self.pp)
         self.item = ITEM_BYTES[DTYPES[str(config.trainer.dtype)]]
-        tokens = rows_of_rank(config) * length
+        pairs = recipe.needs_pairs(config.algorithm)
+        alike = 2 if pairs else int(config.algorithm.repeat_times or 1)
+        times = 1 - 1 / alike if cut_of(config.trainer).share else 0.0
+        computed = length - times * prompt  # of a row: its group's prompt is computed once
+        self.seen = (length**2 - times * prompt**2) / computed  # twice the keys that a token sees
+        tokens = rows_of_rank(config) * computed
         most = min(tokens_of_rank(config) * self.cp, tokens)
         self.micros = max(1, round(-(-tokens // most)))
         self.tokens = tokens / self.micros / self.cp  # of a rank in a microbatch
+        self.labels = self.tokens * (length - prompt) / computed
 
     # --- one microbatch ---------------------------------------------------------------------------
 
@@ -153,7 +168,7 @@ class StepTime:
         shared = dims.shared_ffn
         products += 6 * t * dims.hidden * shared / self.tp / self.rate(max(1, shared) / self.tp)
         masked = 2 if figures.on_cpu and self.cp > 1 else 1  # there all keys are computed with
-        attention = 2 * q * self.length * t * masked / self.tp / figures.attention
+        attention = 2 * q * self.seen * t * masked / self.tp / figures.attention
         outside, inside = layer_bytes(self.hf, self.item, figures.on_cpu)
         parallel = self.config.trainer.megatron.sequence_parallel
         kept = outside / (self.tp if parallel else 1) + inside / self.tp
@@ -166,7 +181,7 @@ class StepTime:
 
     def head(self) -> float:
         """Forward."""
-        rows, tokens = self.dims.vocab / self.tp, self.tokens
+        rows, tokens = self.dims.vocab / self.tp, self.labels
         products = 2 * tokens * self.dims.hidden * rows / self.rate(min(rows, self.dims.hidden))
         passes = HEAD_PASSES * 4 * tokens * rows / self.figures.stream
         return products + passes + LAUNCHES[self.figures.on_cpu] * self.figures.launch

@@ -225,13 +225,19 @@ def test_a_direct_round_that_breaks_poisons_until_a_whole_one(
     direct = synchronizer_of(first_weights, buffer, direct=True)
     ray.get(direct.leave.remote("engine_0", "this test leads it"))
     trainer = Trainer(direct, model_dirs[1]).connect()
-    # The engine holds back who is too far ahead of what is loaded: by message 40 some is loaded.
     cut(trainer.publishers[1], message=40)
     ray.get(first_weights.init_weights.remote(trainer.info()))
-    for publisher in trainer.publishers:
-        publisher.origin.sender.open(3)  # type: ignore[union-attr]
+    first: Any = trainer.publishers[0].origin.sender
+    second: Any = trainer.publishers[1].origin.sender
+    first.open(3)
+    loading = first_weights.commit.remote(trainer.round(3, direct=True))
+    # All of the first rank is there before anything of the second: what comes until the cut
+    # completes tensors, and those are loaded.
+    with first.window._changed:
+        assert first.window._changed.wait_for(lambda: first.window.seconds > 0, timeout=30.0)
+    second.open(3)
     with pytest.raises(RuntimeError, match="version 3 was not installed.*the other end closed"):
-        ray.get(first_weights.commit.remote(trainer.round(3, direct=True)))
+        ray.get(loading)
     with pytest.raises(RuntimeError, match="holds mixed weights"):
         answer(ask(first_weights, max_tokens=5))
     ray.get(direct.join.remote("engine_0", ActorHandle(first_weights)))

@@ -8,10 +8,10 @@ import pytest
 from rft.algorithm import credit
 from rft.buffer.delivery import Delivery
 from rft.config import AlgorithmConfig, Config, MegatronConfig, TrainerConfig
-from rft.data.packing import Cost, Packed, PackingPolicy, Stacked
+from rft.data.packing import Cost, Packed, PackingPolicy, Stacked, cut_of
 from rft.data.updates import ONE_UPDATE, UpdateRule
 from rft.ground.experience import Batch, Experience, encode
-from rft.run.assembly import cut_of, rule_of
+from rft.run.assembly import rule_of
 from rft.trainer.control import QueueSource
 from rft.trainer.feed import Feed
 

@@ -216,8 +216,22 @@ class Values:
         )
 
 
+class Late(Values):
+    """Of a rank that stops in the middle, until another one's bytes are all there."""
+
+    other: WeightSender
+
+    def read_blocks(self) -> Iterator[torch.Tensor]:
+        window, last = self.other.window, len(self._blocks) - 1
+        for at, block in enumerate(super().read_blocks()):
+            if at == last:
+                with window._changed:
+                    assert window._changed.wait_for(lambda: window.seconds > 0, timeout=5.0)
+            yield block
+
+
 def received(
-    share: Share,
+    share: Share, first: type[Values] = Values
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
     """A trainer of two ranks, a worker: (what the model is, what
     the worker has in whole shapes, bytes).
@@ -226,7 +240,10 @@ def received(
     by_rank = blocks_of(dims, architecture, 2, 2)
     whole = {name: torch.randn(shape) for name, shape in hf_names(dims, architecture).items()}
     plan = plans.build(by_rank, BUCKET)
-    senders = [WeightSender(Values(blocks, whole), 1, 10.0) for blocks in by_rank]
+    sources = [kind(blocks, whole) for kind, blocks in zip((first, Values), by_rank, strict=True)]
+    senders = [WeightSender(source, 1, 10.0) for source in sources]
+    if isinstance(sources[0], Late):
+        sources[0].other = senders[1]
     for index, sender in enumerate(senders):
         sender.follow(plan, index)
         sender.open(1)
@@ -282,6 +299,13 @@ def test_what_is_needed_arrives_in_its_place(workers: int) -> None:
         assert_has_its_part(found, whole, share)
     once = sum(value.nbytes for value in whole.values())
     assert once <= total < 1.5 * once
+
+
+def test_a_slow_rank_does_not_hold_up_the_bytes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "spare_cores", lambda: 1)
+    (share,) = shares(FAMILIES["Qwen3MoeForCausalLM"], 1)
+    whole, found, _ = received(share, Late)
+    assert_has_its_part(found, whole, share)
 
 
 # --- from where they are stored ------------------------------------------------------------------

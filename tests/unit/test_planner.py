@@ -145,6 +145,27 @@ def test_nothing_is_quicker_on_a_worse_machine(tmp_path: Path) -> None:
         assert longer.seconds().total > one.seconds.total, one.name
 
 
+def test_a_prompt_counts_once_where_its_group_shares_it(tmp_path: Path) -> None:
+    """Of 8 rows with a prompt of three responses (3R + R): (3R + 8R) / 32R of the tokens."""
+    words = (*GRPO, f"model.model_path={DENSE}", "--cards=h100:8", "mode=train", "--length=4096")
+    words = (*words, "algorithm.repeat_times=8")
+    whole, shared, unrolled = (
+        {one.name: one.seconds for one in (*found.fitting, *found.lacking)}
+        for found in (
+            asked(tmp_path, *words),
+            asked(tmp_path, *words, "--prompt=3072"),
+            asked(tmp_path, *words, "--prompt=3072", "trainer.share_prefixes=false"),
+        )
+    )
+    one = "tp2 pp1 cp1 dp4"
+    assert shared[one].tensor == pytest.approx(11 / 32 * whole[one].tensor, rel=0.05)
+    assert shared[one].compute < 0.45 * whole[one].compute
+    assert unrolled[one].tensor == whole[one].tensor
+    assert unrolled[one].compute < whole[one].compute, "no logits of a prompt"
+    cut = "tp2 pp1 cp2 dp2"
+    assert shared[cut] == unrolled[cut], "rows that context parallelism cuts are whole"
+
+
 def test_a_rank_plans_with_no_more_tokens_than_a_step_has(tmp_path: Path, cores: None) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 256, "intermediate_size": 128}
     small = figures.SHAPES[DENSE] | sizes | {"num_attention_heads": 8}

@@ -28,6 +28,7 @@ from rft.algorithm import recipe
 from rft.config import Config
 from rft.config.file import Flat
 from rft.config.trinity_defaults import KEPT
+from rft.data.packing import cut_of
 from rft.data.supervised import row_needs
 from rft.megatron import schedule
 from rft.preflight.fill import fill_config
@@ -282,7 +283,7 @@ def of_synchronizer(config: Config) -> Any:
 
 
 def of_feed(config: Config) -> Any:
-    return assembly.cut_of(config.trainer), assembly.rule_of(config)
+    return cut_of(config.trainer), assembly.rule_of(config)
 
 
 def of_columns(config: Config) -> Any:
