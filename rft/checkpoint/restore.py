@@ -9,7 +9,8 @@
 
 Collective order: `prepare` and `load` are called by every rank. Invariant: what is damaged is set
 aside, named, and never deleted; the one before is taken; when none is left although there was one,
-that is an error, never a silent start at step 0. Only wrong content is damage: what a medium does
+that is an error, never a silent start at step 0; nor is it one from models that a damaged state in
+memory has filled in part. Only wrong content is damage: what a medium does
 not give is tried again for PATIENCE_S, then the start is refused.
 """
 
@@ -139,10 +140,13 @@ def load(
     """
     candidates = Candidates(storage, patience_s)
     path = _by_first(ranks, candidates.newest)
-    if memory is not None and (
-        found := _from_memory(memory, ranks, policy, layout, lambda: candidates.newest_known)
-    ):
-        return found
+    spoiled: list[int] = []  # steps of states that were read in part
+    if memory is not None:
+        found = _from_memory(
+            memory, ranks, policy, layout, lambda: candidates.newest_known, spoiled
+        )
+        if found:
+            return found
     left = memory.left() if memory is not None else LeftChunks()
     while path is not None:
         before = time.monotonic()
@@ -156,6 +160,12 @@ def load(
             read = left.taken, (time.monotonic() - before if left.taken else 0.0)
             return Restored(loop, int(loop["step"]), is_on_disk=True, read=read)
         path = following
+    if spoiled:
+        raise FileNotFoundError(
+            f"the state of step {spoiled[0]} in the memory of the agents cannot be read, the "
+            f"models hold parts of it, and there is no checkpoint in {storage.where}: start again, "
+            "which is at step 0 once the agents have ended"
+        )
     return _nothing(storage, candidates.rejected, ranks, patience_s)
 
 
@@ -179,8 +189,11 @@ def _from_memory(
     policy: Snapshotable,
     layout: Any,
     newest: "Callable[[], tuple[int, int] | None]",
+    spoiled: list[int],
 ) -> Restored | None:
-    """`newest`: rank 0's, (epoch, step) of the newest checkpoint. None: go to the disk."""
+    """`newest`: rank 0's, (epoch, step) of the newest checkpoint. None: go to the disk, which has
+    to fill all that the `spoiled` have begun to.
+    """
     said = ranks.gather(msgspec.to_builtins(memory.told()))
     told = msgspec.convert(said or [], list[MemoryTold])
     for others in (False, True):
@@ -188,6 +201,7 @@ def _from_memory(
         for plan in msgspec.convert(plans, list[Plan]):
             if found := _from_parts(memory, plan, ranks, policy, layout):
                 return found
+            spoiled.append(plan.state.step)
     return None
 
 

@@ -95,6 +95,16 @@ def old_agents(root: Path) -> list[str]:
     return [name for name in names if name.startswith("e0001")]
 
 
+def change(root: Path, at: int) -> None:
+    """A byte of each slot of the first agent."""
+    agent = fence.holder(fence.lock_path(root / "control", 1, 0))
+    for link in Path(f"/proc/{agent}/fd").iterdir():
+        if "rft-checkpoint-slot" in os.readlink(link):
+            with link.open("r+b") as slot:
+                slot.seek(at)
+                slot.write(b"\xff")
+
+
 def lose_the_disk(root: Path) -> None:
     """Its bytes: whoever reads them finds damage."""
     for path in root.glob("step_*/*.bin"):
@@ -158,18 +168,29 @@ def test_a_part_that_is_missing_or_changed_is_no_state_and_the_disk_is_read(
 
 def test_a_changed_byte_is_found(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     kill(root)
-    agent = fence.holder(fence.lock_path(root / "control", 1, 0))
-    for link in Path(f"/proc/{agent}/fd").iterdir():
-        if "rft-checkpoint-slot" in os.readlink(link):
-            with link.open("r+b") as slot:
-                slot.seek(2**20)
-                slot.write(b"\xff")
+    change(root, 2**20)
     found = resumed(root, 2)
     assert [loop["step"] for _, _, loop in found] == [1, 1]
     assert all(equal(state, whole().fill(1)) for _, state, _ in found)
     assert "chunk 0 was changed" in caplog.text
     with started(found):
         pass
+
+
+def test_a_changed_byte_without_a_checkpoint_is_no_start_at_step_0(root: Path) -> None:
+    kill(root, world=1)
+    for name in ("LATEST", *(path.name for path in root.glob("step_*"))):
+        (root / name).rename(root.parent / name)
+    change(root, CHUNK + 7)
+    state = whole()
+    manager = CheckpointManager(
+        root, Ranks(1).member(0), trainer_config(memory_interval=1), epoch=2, log_dir=root.parent
+    )
+    with pytest.raises(FileNotFoundError, match="step 3 in the memory .* no checkpoint in"):
+        manager.load(state)
+    assert not equal(state, whole())  # that is why
+    fence.take_epoch(root / "control")
+    fence.end_rest(root / "control")
 
 
 def test_agents_rest_no_longer_than_somebody_may_come(root: Path) -> None:
@@ -278,12 +299,7 @@ def test_what_memory_still_holds_of_a_checkpoint_is_not_read_from_disk(
 
 def test_what_was_written_over_is_read_from_disk(root: Path) -> None:
     kill(root, world=1, parts="2")
-    agent = fence.holder(fence.lock_path(root / "control", 1, 0))
-    for link in Path(f"/proc/{agent}/fd").iterdir():
-        if "rft-checkpoint-slot" in os.readlink(link):
-            with link.open("r+b") as slot:
-                slot.seek(CHUNK + 7)
-                slot.write(b"\xff")
+    change(root, CHUNK + 7)
     state = large()
     manager = CheckpointManager(root, Ranks(1).member(0), trainer_config(), epoch=2)
     loop = manager.load(state)
