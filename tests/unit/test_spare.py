@@ -48,6 +48,7 @@ def resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     plugins.mkdir()
     (plugins / "tells.py").write_text(textwrap.dedent(TELLS))
     config = configs.Config(name="a", device="cpu", plugin_dirs=[str(plugins)])
+    config.model.model_path = str(tmp_path)
     config.checkpoint_root_dir = str(tmp_path)
     configs.save(config, tmp_path / "resolved.yaml")
     monkeypatch.setenv("RFT_LOG_DIR", str(tmp_path))
@@ -81,7 +82,14 @@ def test_a_spare_becomes_the_rank_that_it_is_asked_to_be(resolved: str, tmp_path
             "command": [sys.executable, "-m", "rft.run.rank", resolved],
             "nice": 0,
         }
-        assert spares.take([], {}) is None  # until ranks train again
+
+
+def test_none_begins_before_the_ranks_train(resolved: str, tmp_path: Path) -> None:
+    with Spares(resolved, tmp_path, 1) as spares:
+        spares.refill()
+        assert spares.take([], {}) is None
+        (tmp_path / "phase_rank_0").write_text("training")
+        until(spares.pids, "a spare is there")
 
 
 def test_a_spare_of_another_environment_begins_anew(
