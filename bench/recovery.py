@@ -48,7 +48,6 @@ RANKS, CLAIMED = 2, 50
 DETECT_S, BEGIN_S, READ, AGAIN = 1.0, 3.0, 0.6, 1
 LOOK_S = 0.1
 RANK, SPARE = "rft.run.rank", "rft.run.spare"
-IMPORTED = 2**28  # bytes that a spare which sleeps has at least
 BACK_S = 300.0  # for a step to be told again
 STEP = re.compile(r"^\[ *(\d+)/\d+ .*loss")
 BACK = re.compile(r"^trainer: back from .*")
@@ -165,8 +164,10 @@ def of(supervisor: int, module: str) -> list[psutil.Process]:
 
 
 def sleeps(spare: psutil.Process) -> bool:
-    """Whether it has imported everything, and the thread that did is gone."""
-    return spare.num_threads() == 1 and spare.memory_info().rss > IMPORTED
+    """Whether it has imported everything, and says so."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "ready" in spare.cmdline()
+    return False
 
 
 def told_of(row: dict[str, Any]) -> dict[str, float]:

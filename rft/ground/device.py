@@ -270,6 +270,13 @@ def cards_seen() -> int:
     return torch.cuda.device_count()
 
 
+def holds_card() -> bool:
+    """Whether this process has a context on a GPU, and so memory there."""
+    import torch
+
+    return torch.cuda.is_initialized()
+
+
 def yield_to_others() -> None:
     """This thread, and threads that it starts from now on, take a core after the others of this
     process: the kernel's niceness, which Linux keeps per thread. For copying beside the computation

@@ -183,7 +183,7 @@ def main(descriptor: int, parent: int, path: str) -> int:
     if not die_with_parent(parent):
         return 1
     os.set_inheritable(descriptor, False)
-    loaded = Loaded(path)
+    loaded = LoadedFiles(path)
     config, outputs = configs.load(path), [os.dup(1), os.dup(2)]
     log_dir = logs.where(Path(os.environ["RFT_LOG_DIR"]), config.log)
     log_file = os.open(log_dir / "spares.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -194,7 +194,8 @@ def main(descriptor: int, parent: int, path: str) -> int:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(import_ahead, config).result()
         loaded.look()
-        line.sendall(IN_THE_WAY if holds_card() else READY)
+        be_shown_as([sys.executable, "-m", "rft.run.spare", "ready"])
+        line.sendall(IN_THE_WAY if devices.holds_card() else READY)
         data = b"".join(iter(lambda: line.recv(2**16), b""))
     if not data:  # the launcher has no use for it any more
         return 0
@@ -226,13 +227,7 @@ def import_ahead(config: Config) -> None:
         importlib.import_module("ray")
 
 
-def holds_card() -> bool:
-    import torch
-
-    return torch.cuda.is_initialized()
-
-
-class Loaded:
+class LoadedFiles:
     """The files that this process is made of: these, and those of its modules."""
 
     def __init__(self, *files: str):

@@ -113,12 +113,13 @@ def lose_actor(run: Run, actor: str, within_s: float = DETECTED_S) -> str:
     return said
 
 
-def await_process(run: Run, title: str, killed: psutil.Process) -> None:
-    """Until another process than the one that was killed has this title."""
+def await_process(run: Run, title: str, killed: psutil.Process | None = None) -> psutil.Process:
+    """Another process than the one that was killed, once it has this title."""
     deadline = time.monotonic() + START_S
-    while not set(run.find_all(title)) - {killed}:
+    while not (found := [one for one in run.find_all(title) if one != killed]):
         assert run.process.poll() is None and time.monotonic() < deadline, f"no {title} came back"
         psutil.wait_procs(run.family(), timeout=0.1)
+    return found[0]
 
 
 def await_file(run: Run, path: Path) -> None:

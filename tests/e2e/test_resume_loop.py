@@ -16,6 +16,7 @@ from exact import (
     DETECTED_S,
     assert_same,
     await_file,
+    await_process,
     curve,
     deterministic,
     kill_rank,
@@ -80,7 +81,8 @@ def test_killed_and_continued_it_is_the_same_run(
     """All parts die, each once, the buffer twice: those that come back in place do."""
     save, budget = f"trainer.save_interval={SAVE_INTERVAL}", "cluster.max_restarts=4"
     memory = f"trainer.memory_interval={MEMORY_INTERVAL}"
-    arguments = deterministic(root, "killed", root / "assets", save, memory, budget, *settings)
+    more = [save, memory, budget, "trainer.spares=true", *settings]
+    arguments = deterministic(root, "killed", root / "assets", *more)
     job = root / "rft" / "killed"
     (root / "gate").write_text(str(GATED))
     with train(*arguments) as run:
@@ -91,6 +93,7 @@ def test_killed_and_continued_it_is_the_same_run(
         await_file(run, root / "gate.reached")
         # groups are half-way, and there is no checkpoint: the trainer starts over
         survivors = [run.find("VLLM::EngineCore"), run.find("ray::Explorer")]
+        spare = await_process(run, "rft.run.spare")
         killed = kill_rank(run)
         run.wait_for(r"^\[ *1/")
         # they must not go on with what they had: the engine serves an older version now
@@ -98,6 +101,7 @@ def test_killed_and_continued_it_is_the_same_run(
         check_alive(survivors)
 
         survivors = [run.find("ray::Explorer"), run.find("rft.run.rank ")]
+        assert survivors[1] == spare
         run.find("VLLM::EngineCore").kill()
         run.wait_for(r"^engine_0: .*; started again \(1 of 3\)$")
         run.wait_for("^engine_0: serves$")

@@ -18,7 +18,7 @@ from rft import config as configs
 from rft.ground.errors import REFUSED
 from rft.run import recovery, spare
 from rft.run.recovery import RankWatch
-from rft.run.spare import Loaded, Spares
+from rft.run.spare import LoadedFiles, Spares
 
 LONG = 5 * PATIENCE  # for imports that let everybody else have the cores
 HANGS = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
@@ -138,7 +138,7 @@ def lives(pid: int) -> bool:
 def test_a_file_that_was_loaded_and_has_changed_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "code.py"
     path.write_text("A = 1\n")
-    loaded = Loaded(str(path))
+    loaded = LoadedFiles(str(path))
     loaded.look()
     assert not loaded.has_changed()
     path.write_text("A = 22\n")
