@@ -158,11 +158,12 @@ class Recovery:
         self.source, self.read = source, read
 
     def again(self) -> str:
-        """Which steps are made again, in words; empty where none is."""
+        """Which steps are made again, in words; empty where none is, and a disk has said so."""
         first, last = self.step + 1, self.step + self.steps_again
-        if not self.steps_again:
+        if last < first and self.source != "memory":
             return ""
         steps = f"step {first} is" if first == last else f"steps {first} to {last} are"
+        steps = "no step is" if last < first else steps
         where = f"{self.source or 'the start'} behind step {self.step}"
         return f"goes on from {where}: {steps} made again"
 

@@ -45,8 +45,10 @@ def test_ranks_that_end_well_are_left_alone_and_nothing_is_noted(tmp_path: Path)
 
 def test_which_steps_are_made_again_is_said_by_number() -> None:
     found = Recovery()
-    found.resumed(step=4, reached=4, source="memory")
+    found.resumed(step=4, reached=4, source="disk")
     assert found.again() == ""
+    found.resumed(step=4, reached=4, source="memory")
+    assert found.again() == "goes on from memory behind step 4: no step is made again"
     found.resumed(step=4, reached=5, source="memory")
     assert found.again() == "goes on from memory behind step 4: step 5 is made again"
     found.resumed(step=0, reached=2, source="")
