@@ -1,6 +1,6 @@
 """Whole runs that lose a node, with its memory and its disk, in the middle of a step.
 
-    python -m bench.node_loss [--count N] [--seed S] [--keep DIR]
+    python -m bench.node_loss [--count N] [--seed S] [--loop] [--keep DIR]
 
 Two machines of one kernel (`bench.faults.machines`), each with its own network, name, processes,
 shared memory and disk; a trainer rank on each, started by `launch/torchrun.sh`, replicas between
@@ -16,7 +16,8 @@ same command is started on the other one), the layout, whether its connections e
 whether torchrun goes on by itself or the command is given again, the step and the moment in it.
 Out: a table, and one last line of JSON. Bars: no state is lost that two nodes had, at most 2 steps
 made again, every step on the batch of the reference and with its loss, and the run says so; of 20
-runs.
+runs. `--loop`: explorer and engine are of the run too (mode=both), where the run is, and every
+version is kept; rollouts are then made anew, and no reference says what they are.
 """
 
 import argparse
@@ -55,9 +56,11 @@ SILENT_S = 20.0  # trainer.collective_timeout: a node that says nothing is found
 BEGIN_S, END_S, LOOK_S = 240.0, 300.0, 0.02
 Groups = dict[int, set[tuple[int, ...]]]  # dealt, by step
 Rows = dict[int, dict[str, Any]]  # of metrics, by step
+Known = tuple[Groups, Rows]  # what the reference has made
 JOB = Path("rft", "run")
 JOURNAL = JOB / "buffer" / "experience_buffer"
 SEGMENT = 64 * 2**20
+LOOP = ["mode=both", "synchronizer.max_staleness=1", "trainer.checkpoint.versions=all"]
 RAY_PORT = 6379
 TOLD = re.compile(r"^\[ *(\d+)/\d+ .*loss", re.M)
 AGAIN_TOLD = re.compile(r"^trainer: goes on from (\w+) behind step (\d+): (.*) made again$", re.M)
@@ -112,15 +115,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.node_loss")
     parser.add_argument("--count", type=int, default=CLAIMED)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--loop", action="store_true", help="with explorer and engine")
     parser.add_argument("--keep", type=Path, help="a directory for what the runs have said")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="node_loss_") as made:
         top = Path(made)
-        prepare(top)
-        groups, rows = reference(top)
+        prepare(top, asked.loop)
+        known = None if asked.loop else reference(top)
         found = []
         for seed in range(asked.seed, asked.seed + asked.count):
-            found.append(lost(top / str(seed), top, Case.drawn(seed), groups, rows))
+            found.append(lost(top / str(seed), top, Case.drawn(seed), known))
             say_one(found[-1])
             if asked.keep:
                 logs = asked.keep / str(seed)
@@ -134,14 +138,15 @@ def main() -> None:
 # --- what every run begins with -------------------------------------------------------------------
 
 
-def prepare(top: Path) -> None:
-    """The model, and the journal of an explorer with real engines."""
+def prepare(top: Path, loop: bool) -> None:
+    """The model, and the journal of an explorer with a real engine; of a whole `loop` none."""
     write_model(top / "model", **MODEL)
     write_arithmetic(top, digits=1, num_eval=16)
-    whole([*arguments(top, top / "explored"), "mode=explore"], top / "explored.log")
+    if not loop:
+        whole([*arguments(top, top / "explored"), "mode=explore"], top / "explored.log")
 
 
-def reference(top: Path) -> tuple[Groups, Rows]:
+def reference(top: Path) -> Known:
     """The groups of each step, and its row, of one rank that nobody disturbs."""
     shutil.copytree(top / "explored" / JOURNAL, top / "reference" / JOURNAL)
     words = [*arguments(top, top / "reference"), "mode=train", "trainer.num_ranks=1"]
@@ -199,22 +204,25 @@ def rows_of(job: Path) -> Rows:
 # --- one run --------------------------------------------------------------------------------------
 
 
-def lost(top: Path, given: Path, case: Case, groups: Groups, rows: Rows) -> Outcome:
+def lost(top: Path, given: Path, case: Case, known: Known | None) -> Outcome:
     disk, checkpoints = top / "disk", top / "checkpoints"
     disk.mkdir(parents=True)
     checkpoints.mkdir()
     with machines(2, disk) as nodes:
         for node in nodes:
             node.bind(checkpoints, disk / JOB / "checkpoints")
-        shutil.copytree(given / "explored" / JOURNAL, nodes[0].see(disk / JOURNAL))
-        return TwoNodes(top, given, case, nodes).run(groups, rows)
+        if known is not None:
+            shutil.copytree(given / "explored" / JOURNAL, nodes[0].see(disk / JOURNAL))
+        return TwoNodes(top, given, case, nodes, known).run()
 
 
 class TwoNodes:
-    """A run on two machines, and its end on one."""
+    """A run on two machines, and its end on one. `known`: none of a whole loop."""
 
-    def __init__(self, top: Path, given: Path, case: Case, nodes: list[Machine]):
-        self.top, self.given, self.case, self.nodes = top, given, case, nodes
+    def __init__(
+        self, top: Path, given: Path, case: Case, nodes: list[Machine], known: Known | None
+    ):
+        self.top, self.given, self.case, self.nodes, self.known = top, given, case, nodes, known
         self.disk = top / "disk"
         self.logs = [top / "node0.log", top / "node1.log"]
         self.environment = {
@@ -227,7 +235,7 @@ class TwoNodes:
         }
         self.found = Outcome(case)
 
-    def run(self, groups: Groups, rows: Rows) -> Outcome:
+    def run(self) -> Outcome:
         case, found = self.case, self.found
         gone, left = (0, 1) if case.first else (1, 0)
         try:
@@ -248,7 +256,7 @@ class TwoNodes:
             await_that(lambda: self.last.poll() is not None, END_S, "the run ends", log)
             if self.last.returncode:
                 found.problems.append(f"exit code {self.last.returncode}")
-            self.judge(left, log, before, groups, rows)
+            self.judge(left, log, before)
         except TimeoutError as error:
             found.problems.append(str(error))
         return found
@@ -275,7 +283,7 @@ class TwoNodes:
         command = [
             str(ROOT / "launch" / "torchrun.sh"),
             *arguments(self.given, self.disk),
-            "mode=train",
+            *(LOOP if self.known is None else ["mode=train"]),
             f"trainer.layouts=[{layouts}]",
             "trainer.memory_interval=1",
             f"trainer.save_interval={10**6}",
@@ -326,15 +334,8 @@ class TwoNodes:
 
     # --- what came of it --------------------------------------------------------------------------
 
-    def judge(
-        self,
-        left: int,
-        log: Path,
-        before: Rows,
-        groups: Groups,
-        rows: Rows,
-    ) -> None:
-        found, problems, text = self.found, self.found.problems, log.read_text()
+    def judge(self, left: int, log: Path, before: Rows) -> None:
+        found, problems = self.found, self.found.problems
         job = self.nodes[left].see(self.disk / JOB)
         found.had = int(max(row["checkpoint/replicated"] for row in before.values()))
         said = (job / "logs" / "latest" / "rank_0.log").read_text()
@@ -347,18 +348,19 @@ class TwoNodes:
             problems.append(f"LOST step {found.had}, which two nodes had; {found.back} came back")
         if found.again > AGAIN:
             problems.append(f"{found.again} steps made again")
-        if not AGAIN_TOLD.search(text):
+        if not AGAIN_TOLD.search(log.read_text()):
             problems.append("does not say which steps are made again")
-        shutil.copytree(job / "buffer", self.top / "left")
-        here = leases(self.top / "left" / JOURNAL.name)
-        for step in range(STEPS):
-            if here.get(step) != groups[step]:
-                problems.append(f"WRONG step {step + 1} on groups {here.get(step)}")
         after = rows_of(job)
-        for step, row in [*before.items(), *after.items()]:
-            problems += differs(step, row, rows[step])
         if missing := set(range(found.back + 1, STEPS + 1)) - set(after):
             problems.append(f"steps {sorted(missing)} are not told")
+        shutil.copytree(job / "buffer", self.top / "left")
+        dealt = leases(self.top / "left" / JOURNAL.name)
+        groups, rows = self.known or (dealt, after | before)
+        for step in range(STEPS):
+            if dealt.get(step) != groups[step] or len(groups[step]) != 1:
+                problems.append(f"WRONG step {step + 1} on groups {dealt.get(step)}")
+        for step, row in [*before.items(), *(after.items() if self.known else ())]:
+            problems += differs(step, row, rows[step])
 
 
 def differs(step: int, row: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
