@@ -207,6 +207,11 @@ def start_table(config: Config) -> Iterator[str]:
     """For whoever started the run: who computes on what, and what was chosen for it, with why."""
     yield from cards.table(config, cards.here())
     yield from (f"  {name} is {commit}" for name, commit in config.commits.items())
+    if config.trainer.layouts:
+        sizes = config.trainer.megatron
+        told = f"tp{sizes.tensor_model_parallel_size} pp{sizes.pipeline_model_parallel_size}"
+        told += f" cp{sizes.context_parallel_size}"
+        yield f"  of trainer.layouts: {config.trainer.num_ranks} rank(s) ({told})"
     yield from start_lines(config)
     if config.mode == "both" and config.synchronizer.sync_method == STREAM:
         yield f"  {transport.told(config)}"
