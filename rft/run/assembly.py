@@ -89,8 +89,10 @@ def assemble(
             checkpoints, models, feed, skips, epoch, partial(compare, gates, mesh, models)
         )
     source = "memory" if checkpoints.remembered is not None else "disk"
-    reached = RunRecord(backend.job).last_step if lead else 0
+    reached = max(RunRecord(backend.job).last_step, checkpoints.reached) if lead else 0
     recovery.resumed(step, reached, source if step else "", checkpoints.read)
+    if lead and (again := recovery.again()):
+        print(f"trainer: {again}", flush=True)
     checkpoints.start(models)
     control.await_engines(explorer, hold=True)
     publisher.connect()

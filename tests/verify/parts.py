@@ -102,6 +102,7 @@ PARTS = {
     "bench-trainer": benches("packing", "logprobs", "train_step", "plan"),
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-versions": Part([["-m", "bench.versions"], ["-m", "bench.save_plan"]]),
+    "bench-node-loss": Part([["-m", "bench.node_loss"]]),
     "bench-recovery": benches("recovery", "every_step"),
     "bench-loop": benches("weight_sync", "observe", "rollout"),
     **{
