@@ -16,6 +16,7 @@ nothing else.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import time
@@ -31,7 +32,11 @@ TOKEN = f"{KEY}.rollout_is=token"
 CORRECTIONS = {  # as published: docs/algorithms.md
     "clip": [],
     "TIS": [TOKEN],
-    "IcePop": [f"{KEY}.rollout_rs=token", f"{KEY}.rollout_rs_threshold=5"],
+    "IcePop": [
+        f"{KEY}.rollout_rs=token",
+        f"{KEY}.rollout_rs_threshold_lower=0.5",
+        f"{KEY}.rollout_rs_threshold=5",
+    ],
     "MIS": [f"{KEY}.rollout_rs=geometric"],
     "KPop": [TOKEN, f"{KEY}.rollout_rs=binary_kl"],
     "M2PO": [
@@ -43,7 +48,11 @@ CORRECTIONS = {  # as published: docs/algorithms.md
     "DPPO": ["algorithm.policy_loss_fn=dppo_tv"],
 }
 PLAIN, FRESH, AGAIN = "clip", "fresh", "fresh, seed 1"
-RUNS = {1: (PLAIN, "TIS"), 4: tuple(CORRECTIONS), 16: tuple(CORRECTIONS)}  # by staleness
+RUNS = {  # by staleness
+    1: (PLAIN, "TIS"),
+    4: (PLAIN, "TIS", "IcePop", "MIS"),
+    16: tuple(CORRECTIONS),
+}
 QUICK_RUNS = {4: (PLAIN, "KPop")}
 LEARNING = [
     "algorithm.optimizer.lr=1e-4",
@@ -88,10 +97,11 @@ def warmed(root: Path) -> tuple[Path, Path]:
 def trained(
     root: Path, model: Path, tasks: Path, staleness: int, correction: str, steps: int, seed: int = 0
 ) -> RunRecord:
-    """A finished run is only read: rft.train then ends at once."""
+    """A finished run is only read; one that was cut off begins anew."""
     name = f"{correction.lower()}-{staleness}-{steps}-{seed}"
-    record = RunRecord(root / "rft" / name)
-    if not record.directory.exists() or record.last_step < steps:
+    directory = root / "rft" / name
+    if not directory.exists() or RunRecord(directory).last_step < steps:
+        shutil.rmtree(directory, ignore_errors=True)
         started(
             [
                 "experiment=grpo",
@@ -108,7 +118,7 @@ def trained(
                 *CORRECTIONS[correction],
             ]
         )
-    return RunRecord(record.directory)
+    return RunRecord(directory)
 
 
 def reached(record: RunRecord) -> float:
