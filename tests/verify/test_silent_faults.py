@@ -83,7 +83,7 @@ def test_every_fault_has_a_gate(ranks: Ranks) -> None:
 
 
 @pytest.mark.verify
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(1200)
 def test_mutations_by_a_printed_seed_are_seen(ranks: Ranks, model: Path, tmp_path: Path) -> None:
     """DRILL_SEED draws the same ones again; DRILL_ALL=1 takes all of them."""
     seed = int(os.environ.get("DRILL_SEED") or random.randrange(10**6))
