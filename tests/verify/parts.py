@@ -104,6 +104,7 @@ PARTS = {
     "bench-versions": Part([["-m", "bench.versions"], ["-m", "bench.save_plan"]]),
     "bench-node-loss": Part([["-m", "bench.node_loss"]]),
     "bench-recovery": benches("recovery", "every_step"),
+    "history": Part([["-m", "bench.history"]]),
     "bench-loop": benches("weight_sync", "observe", "rollout"),
     **{
         f"bench-loop-{name}": Part([["-m", "bench.loop", "--quick", "--sizes", size]])
