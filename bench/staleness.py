@@ -51,7 +51,7 @@ PLAIN, FRESH, AGAIN = "clip", "fresh", "fresh, seed 1"
 RUNS = {  # by staleness
     1: (PLAIN, "TIS"),
     4: (PLAIN, "TIS", "IcePop", "MIS"),
-    16: tuple(CORRECTIONS),
+    16: (PLAIN, "TIS", "DPPO", "M2PO", "KPop"),
 }
 QUICK_RUNS = {4: (PLAIN, "KPop")}
 LEARNING = [
@@ -79,18 +79,20 @@ def started(arguments: list[str]) -> None:
 
 def warmed(root: Path) -> tuple[Path, Path]:
     """The quickstart's model after its warm-up, and its tasks."""
-    started(
-        [
-            "experiment=quickstart",
-            f"checkpoint_root_dir={root}",
-            "stages.1.trainer.total_steps=1",
-            "stages.1.explorer.eval_interval=0",
-            "stages.1.explorer.eval_on_startup=false",
-            "monitor=none",
-        ]
-    )
     run = root / "rft" / "quickstart"
-    [export] = sorted((run / "sft_warmup" / "huggingface").iterdir())[-1:]
+    exports = run / "sft_warmup" / "huggingface"
+    if not exports.exists():
+        started(
+            [
+                "experiment=quickstart",
+                f"checkpoint_root_dir={root}",
+                "stages.1.trainer.total_steps=1",
+                "stages.1.explorer.eval_interval=0",
+                "stages.1.explorer.eval_on_startup=false",
+                "monitor=none",
+            ]
+        )
+    [export] = sorted(exports.iterdir())[-1:]
     return export, run / "assets" / "train.jsonl"
 
 
