@@ -1,33 +1,42 @@
 """Corrections for old rollouts beside each other: the quickstart's GRPO from one warm model, with
 rollouts that are up to n versions old.
 
-    python -m bench.staleness [--quick] [--out DIRECTORY]
+    python -m bench.staleness [--quick] [--root DIRECTORY] [--out FILE]
 
-In: nothing. Out: `staleness.png` (reward and mean difference of log-probabilities over the steps, a
+In: nothing. Out: a picture (reward and mean difference of log-probabilities over the steps, a
 column per staleness), a table, and one last line of JSON. The warm-up of the quickstart is made
-once; every run begins from its export. A staleness of n is made by publishing every (n + 1)-th
-version only, so that it does not depend on how quick the machine is: rollouts are n versions old at
-most, n / 2 on average. What is compared is the mean reward of the last fifth of the steps.
+once; every run begins from its export, and one that is finished under `--root` is not made again. A
+staleness of n is made by publishing every (n + 1)-th version only, so that it does not depend on
+how quick the machine is: rollouts are n versions old at most, n / 2 on average. What is compared is
+the mean reward of the last fifth of the steps.
+
+Where nothing is old every correction is the identity, but for arithmetic; so of staleness 0 there
+is one run, and another by a second seed, which says how far two runs are apart that differ in
+nothing else.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
-import tempfile
+import time
 from pathlib import Path
 
 from bench import report
 from rft.monitor.run_record import RunRecord
 from rft.tools import curves
 
-STALENESS, QUICK_STALENESS = (0, 1, 4, 16), (0, 4)
-STEPS, QUICK_STEPS = 100, 10
+STEPS, QUICK_STEPS = 68, 10  # four times the oldest
 KEY = "algorithm.rollout_correction"
 TOKEN = f"{KEY}.rollout_is=token"
 CORRECTIONS = {  # as published: docs/algorithms.md
     "clip": [],
     "TIS": [TOKEN],
-    "IcePop": [f"{KEY}.rollout_rs=token", f"{KEY}.rollout_rs_threshold=5"],
+    "IcePop": [
+        f"{KEY}.rollout_rs=token",
+        f"{KEY}.rollout_rs_threshold_lower=0.5",
+        f"{KEY}.rollout_rs_threshold=5",
+    ],
     "MIS": [f"{KEY}.rollout_rs=geometric"],
     "KPop": [TOKEN, f"{KEY}.rollout_rs=binary_kl"],
     "M2PO": [
@@ -38,7 +47,13 @@ CORRECTIONS = {  # as published: docs/algorithms.md
     ],
     "DPPO": ["algorithm.policy_loss_fn=dppo_tv"],
 }
-QUICK = ("clip", "KPop")
+PLAIN, FRESH, AGAIN = "clip", "fresh", "fresh, seed 1"
+RUNS = {  # by staleness
+    1: (PLAIN, "TIS"),
+    4: (PLAIN, "TIS", "IcePop", "MIS"),
+    16: (PLAIN, "TIS", "DPPO", "M2PO", "KPop"),
+}
+QUICK_RUNS = {4: (PLAIN, "KPop")}
 LEARNING = [
     "algorithm.optimizer.lr=1e-4",
     "algorithm.optimizer.lr_scheduler_type=linear",
@@ -64,41 +79,48 @@ def started(arguments: list[str]) -> None:
 
 def warmed(root: Path) -> tuple[Path, Path]:
     """The quickstart's model after its warm-up, and its tasks."""
-    started(
-        [
-            "experiment=quickstart",
-            f"checkpoint_root_dir={root}",
-            "stages.1.trainer.total_steps=1",
-            "stages.1.explorer.eval_interval=0",
-            "stages.1.explorer.eval_on_startup=false",
-            "monitor=none",
-        ]
-    )
     run = root / "rft" / "quickstart"
-    [export] = sorted((run / "sft_warmup" / "huggingface").iterdir())[-1:]
+    exports = run / "sft_warmup" / "huggingface"
+    if not exports.exists():
+        started(
+            [
+                "experiment=quickstart",
+                f"checkpoint_root_dir={root}",
+                "stages.1.trainer.total_steps=1",
+                "stages.1.explorer.eval_interval=0",
+                "stages.1.explorer.eval_on_startup=false",
+                "monitor=none",
+            ]
+        )
+    [export] = sorted(exports.iterdir())[-1:]
     return export, run / "assets" / "train.jsonl"
 
 
 def trained(
-    root: Path, model: Path, tasks: Path, staleness: int, correction: str, steps: int
+    root: Path, model: Path, tasks: Path, staleness: int, correction: str, steps: int, seed: int = 0
 ) -> RunRecord:
-    name = f"{correction.lower()}-{staleness}"
-    started(
-        [
-            "experiment=grpo",
-            f"name={name}",
-            f"checkpoint_root_dir={root}",
-            f"model.model_path={model}",
-            f"buffer.explorer_input.taskset.path={tasks}",
-            f"buffer.total_epochs={steps}",
-            f"trainer.total_steps={steps}",
-            f"synchronizer.max_staleness={staleness}",
-            f"synchronizer.sync_interval={staleness + 1}",
-            *LEARNING,
-            *CORRECTIONS[correction],
-        ]
-    )
-    return RunRecord(root / "rft" / name)
+    """A finished run is only read; one that was cut off begins anew."""
+    name = f"{correction.lower()}-{staleness}-{steps}-{seed}"
+    directory = root / "rft" / name
+    if not directory.exists() or RunRecord(directory).last_step < steps:
+        shutil.rmtree(directory, ignore_errors=True)
+        started(
+            [
+                "experiment=grpo",
+                f"name={name}",
+                f"checkpoint_root_dir={root}",
+                f"model.model_path={model}",
+                f"buffer.explorer_input.taskset.path={tasks}",
+                f"buffer.total_epochs={steps}",
+                f"trainer.total_steps={steps}",
+                f"synchronizer.max_staleness={staleness}",
+                f"synchronizer.sync_interval={staleness + 1}",
+                f"seed={seed}",
+                *LEARNING,
+                *CORRECTIONS[correction],
+            ]
+        )
+    return RunRecord(directory)
 
 
 def reached(record: RunRecord) -> float:
@@ -107,24 +129,28 @@ def reached(record: RunRecord) -> float:
     return sum(last) / len(last)
 
 
-def draw(found: dict[tuple[int, str], RunRecord], out: Path) -> None:
+def oldest(record: RunRecord) -> float:
+    return max(value for _, value in record.series("staleness/max"))
+
+
+def draw(found: dict[int, dict[str, RunRecord]], out: Path) -> None:
+    """A column per staleness; what the run on fresh rollouts reached is grey in all of them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = sorted({staleness for staleness, _ in found})
-    figure = Figure(figsize=(4 * len(columns), 7), dpi=120, facecolor="white")
+    figure = Figure(figsize=(4 * len(found), 7), dpi=100, facecolor="white")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(2, len(columns), squeeze=False)
-    for column, staleness in enumerate(columns):
+    grid = figure.subplots(2, len(found), squeeze=False, sharey="row")
+    for column, (staleness, records) in enumerate(found.items()):
         for row, (metric, title) in enumerate(
             (("reward/mean", "reward"), ("logprob_diff/mean", "trainer vs. engine, nats"))
         ):
             axes = grid[row][column]
             curves.style(axes, title, f"staleness up to {staleness}")
-            for (at, name), record in found.items():
-                if at == staleness and record.series(metric):
-                    steps, values = zip(*record.series(metric), strict=True)
-                    axes.plot(steps, curves.smooth(values), label=name, linewidth=1.6)
+            for name, record in {FRESH: found[0][FRESH], **records}.items():
+                steps, values = zip(*record.series(metric), strict=True)
+                grey = {"color": curves.MUTED, "linestyle": "--"} if name == FRESH else {}
+                axes.plot(steps, curves.smooth(values), label=name, linewidth=1.6, **grey)
             axes.legend(frameon=False, fontsize=8)
     figure.tight_layout(h_pad=4)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -136,37 +162,47 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few steps, two of each")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="of the picture")
+    parser.add_argument("--root", type=Path, default=Path("runs/staleness"), help="of the runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/staleness.png"))
     given = parser.parse_args()
-    names = QUICK if given.quick else tuple(CORRECTIONS)
-    ages = QUICK_STALENESS if given.quick else STALENESS
+    runs = QUICK_RUNS if given.quick else RUNS
     steps = QUICK_STEPS if given.quick else STEPS
-    with tempfile.TemporaryDirectory(prefix="rft-staleness-") as directory:
-        root = Path(directory)
-        model, tasks = warmed(root)
-        found = {}
-        for staleness in ages:
-            for name in names:
-                found[staleness, name] = trained(root, model, tasks, staleness, name, steps)
-                print(f"  {name}, staleness {staleness}: {reached(found[staleness, name]):.3f}")
-        draw(found, given.out / "staleness.png")
-        rewards = {name: {age: reached(found[age, name]) for age in ages} for name in names}
-        rows = [[name, *(f"{rewards[name][age]:.3f}" for age in ages)] for name in names]
-        oldest = {
-            age: max(value for _, value in found[age, names[0]].series("staleness/max"))
-            for age in ages
-        }
-    report.table("mean reward of the last fifth", ["", *map(str, ages)], rows)
+    root = given.root.resolve()
+    model, tasks = warmed(root)
+
+    def run(staleness: int, correction: str, seed: int = 0) -> RunRecord:
+        began = time.monotonic()
+        record = trained(root, model, tasks, staleness, correction, steps, seed)
+        seconds = time.monotonic() - began
+        print(
+            f"  {correction}, staleness {staleness}: {reached(record):.3f} ({seconds:.0f} s)",
+            flush=True,
+        )
+        return record
+
+    found = {0: {FRESH: run(0, PLAIN), AGAIN: run(0, PLAIN, seed=1)}}
+    for staleness, names in runs.items():
+        found[staleness] = {name: run(staleness, name) for name in names}
+    draw(found, given.out)
+    rewards = {
+        age: {name: round(reached(record), 4) for name, record in records.items()}
+        for age, records in found.items()
+    }
+    rows = [
+        [name, *(f"{rewards[age][name]:.3f}" if name in rewards[age] else "" for age in runs)]
+        for name in CORRECTIONS
+        if any(name in names for names in runs.values())
+    ]
+    report.table("mean reward of the last fifth", ["", *map(str, runs)], rows)
+    print(f"on fresh rollouts: {rewards[0][FRESH]:.3f}, by another seed {rewards[0][AGAIN]:.3f}")
+    ages_seen = {age: oldest(records[PLAIN]) for age, records in found.items() if age}
     report.last_line(
         "staleness",
-        {
-            name: {str(age): round(value, 4) for age, value in of.items()}
-            for name, of in rewards.items()
-        },
-        {"steps": steps, "oldest": oldest},
+        {str(age): of for age, of in rewards.items()},
+        {"steps": steps, "oldest": ages_seen},
         {"learning": LEARNING},
         report.versions("torch", "megatron-core", "ray"),
-        all(oldest[age] == age for age in ages if age < steps),
+        all(ages_seen[age] == age for age in runs if age < steps),
     )
 
 

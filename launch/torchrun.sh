@@ -3,19 +3,26 @@
 #
 #   RANKS=8 launch/torchrun.sh experiment=grpo name=my_run ...                                     one node
 #   RANKS=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 launch/torchrun.sh experiment=sft name=my_run ...  the same on each node
+#   RANKS=8 NNODES=1:2 MASTER_ADDR=node0 launch/torchrun.sh experiment=sft name=my_run ...            the same, while nodes come and go
 #
 # RANKS: of one node. Engines get what is left of node 0's GPUs; with more than one node they live in a Ray cluster that every
-# node belongs to: add cluster.ray_address=HOST:PORT. TORCHRUN: more options for torchrun. PYTHON: one that can import rft.
+# node belongs to: add cluster.ray_address=HOST:PORT. With NNODES=MIN:MAX the ranks start again when a node is lost, on those that
+# are left: how many ranks in which layout, trainer.layouts say. TORCHRUN: more options for torchrun. PYTHON: one that can import rft.
 set -euo pipefail
 PYTHON=${PYTHON:-python}
 NNODES=${NNODES:-1}
 : "${RANKS:?set RANKS to the number of trainer ranks on one node}"
 
 start=(rft.run.loopback)
-if ((NNODES > 1)); then
+ranks=()
+if [[ $NNODES == *:* ]]; then
+    : "${MASTER_ADDR:?set MASTER_ADDR to the host of a node: where the nodes meet}"
+    start=(torch.distributed.run --nnodes="$NNODES" --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-id=rft)
+    start+=(--rdzv-conf="keep_alive_interval=2,last_call_timeout=10" --max-restarts=3)
+elif ((NNODES > 1)); then
     : "${NODE_RANK:?set NODE_RANK to the number of this node, from 0}" "${MASTER_ADDR:?set MASTER_ADDR to the host of node 0}"
     start=(torch.distributed.run --nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
 fi
+[[ $NNODES == *:* ]] || ranks=("trainer.num_ranks=$((NNODES * RANKS))")
 read -ra more <<<"${TORCHRUN:-}"
-exec "$PYTHON" -m "${start[@]}" --nproc-per-node="$RANKS" "${more[@]}" \
-    -m rft.train "trainer.num_ranks=$((NNODES * RANKS))" "$@"
+exec "$PYTHON" -m "${start[@]}" --nproc-per-node="$RANKS" "${more[@]}" -m rft.train "${ranks[@]}" "$@"

@@ -134,6 +134,7 @@ class CheckpointManager:
         self.newest: int | None = None
         self.requested: int | None = None  # step of the last save or load
         self.read = (0, 0.0)  # bytes that were loaded from memory, and seconds
+        self.reached = 0  # the last step that agents know of, as far as rank 0 has asked
         self.scores: dict[int, float] = {}
         self.needed = 0  # the oldest version that an experience which may be trained is of
         # told by the link's thread, after everything else
@@ -170,7 +171,9 @@ class CheckpointManager:
         """
         restore.prepare(self.storage, self.ranks)
         layout, path = self.about.get("layout"), self.trainer.resume_from_path
-        found = restore.load(self.storage, self.ranks, policy, layout, memory=self._states.look())
+        memory = self._states.look()
+        found = restore.load(self.storage, self.ranks, policy, layout, memory=memory)
+        self.reached = memory.reached
         if found is None and path:
             return {"step": restore.adopt(path, self.ranks, policy, layout)["step"]}
         if found is None:

@@ -212,6 +212,7 @@ class Memory:
     control: Path
     agents: list[RestingAgent] = field(default_factory=list)
     others: dict[tuple[str, int], RemoteAgent] = field(default_factory=dict)
+    reached: int = 0  # rank 0's: the newest step that any agent has a part of
 
     def look(self) -> None:
         """Ask all of this host. One that does not answer is as if it were not there."""
@@ -424,6 +425,7 @@ def states(
     if others or not found or (found[0].epoch, found[0].step) < newest:
         told.append(memory.ask_others(told))
         found, lies = chosen()
+    memory.reached = newest_offered([one for each in told for one in each.offers])[1]
     return found, lies
 
 

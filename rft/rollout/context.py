@@ -31,7 +31,7 @@ from rft.rollout.answers import RunAnswers
 from rft.rollout.environments import Environments
 from rft.rollout.pool import EngineHandle, EnginePool
 from rft.rollout.reward_pool import RewardPool
-from rft.rollout.reward_worker import UNKNOWN, RewardResult
+from rft.rollout.reward_worker import UNKNOWN, Named, RewardResult
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -139,15 +139,15 @@ class Shared:
         self.environments = Environments(self.count)
         self.endpoint: Endpoint | None = None  # where the run has one
 
-    async def load(self, quick: bool = False) -> None:
+    async def load(self, quick: bool = False, ahead: Sequence[Named] = ()) -> None:
         """Load the tokenizer, start the reward workers, unless all rewards that are foreseen are
-        `quick`.
+        `quick`; those `ahead` are imported there meanwhile.
         """
         self.tokenizer = load_tokenizer(self.model)
         self.stop_token = end_of_turn(self.tokenizer, self.model.custom_chat_template)
         self.limits = TokenLimits(self.model.max_prompt_tokens or 0, self.model.max_model_len or 0)
         if not quick:
-            await self.rewards.start()
+            await self.rewards.start(ahead)
 
     async def close(self) -> None:
         """End the endpoint, the environments and the reward workers."""

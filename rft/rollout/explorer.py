@@ -48,6 +48,7 @@ from rft.rollout.context import Endpoint, Shared
 from rft.rollout.engine import EngineUnavailable, RolloutEngine
 from rft.rollout.evaluation import Evaluator
 from rft.rollout.pool import EngineHandle, EnginePool, EngineSource
+from rft.rollout.reward_worker import Named
 from rft.rollout.runner import AllTasksFail, GroupCancelled, Runner, one_line
 
 log = logging.getLogger(__name__)
@@ -113,17 +114,19 @@ class Explorer:
         counts_experiences: bool = False,
         max_read_timeout: float = 1800.0,
         quick_rewards: bool = False,
+        slow_rewards: Sequence[Named] = (),
     ):
         """`counts_experiences`: they fill a step, not groups, so that none may have more than its
         workflow says. `max_read_timeout`: the buffer's own, for what may take long there.
-        `quick_rewards`: no task is foreseen whose reward needs a process.
+        `quick_rewards`: no task is foreseen whose reward needs a process. `slow_rewards`: those
+        that are, and do.
         """
         self.config = config
         self.counts_experiences = counts_experiences
         self.taskset = taskset
         self.eval_tasksets = eval_tasksets
         self.buffer = buffer
-        self.quick_rewards = quick_rewards
+        self.quick_rewards, self.slow_rewards = quick_rewards, slow_rewards
         self.patience_s = max_read_timeout + READ_MARGIN_S
         self.synchronizer = synchronizer  # says which engines there are, unless `engines` does
         self.api = api  # where agents reach the engines as OpenAI's API
@@ -163,7 +166,7 @@ class Explorer:
 
         One in the place of an explorer that died while it was exploring goes on with that.
         """
-        await self.shared.load(self.quick_rewards)
+        await self.shared.load(self.quick_rewards, self.slow_rewards)
         if self.api is not None:
             shared, model = self.shared, self.shared.model
             opened = await self.api.start(

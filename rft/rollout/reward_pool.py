@@ -10,7 +10,7 @@ Rewards that are pure and quick (`rft.rollout.rewards.QUICK`) of texts that are 
 here, in the caller's process: a process that can be killed is for what may hang, and these cannot.
 One such group takes milliseconds at most, so the deadline, of processor time here, is looked at
 after each item. Where a run has no others, no worker is started: the first group that needs one
-starts them all.
+starts them all. Functions that are foreseen are imported by every worker as soon as it is there.
 
 Invariant: every response gets exactly one result, in order, and an infrastructure failure never
 looks like a reward: the item that hung is "timeout" (time for which the worker, or this process,
@@ -22,7 +22,8 @@ is asked, a dead one is replaced within a second or two, a stopped one after hal
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TypeVar
 
@@ -31,6 +32,7 @@ from rft.ground.process import Child
 from rft.rollout.reward_worker import (
     UNKNOWN,
     Loaded,
+    Named,
     Reply,
     RewardResult,
     ScoreRequest,
@@ -68,11 +70,14 @@ class RewardPool:
         self._idle: asyncio.Queue[Child] = asyncio.Queue()
         self._busy: set[Child] = set()
         self._attending: asyncio.Task[None] | None = None
+        self._importing: list[asyncio.Task[None]] = []
         self._closed = False
         self.replaced = 0  # workers killed or found dead so far
 
-    async def start(self) -> None:
-        """Start the processes, so that the first group does not wait for interpreters."""
+    async def start(self, ahead: Sequence[Named] = ()) -> None:
+        """Start the processes, so that the first group does not wait for interpreters, nor for the
+        import of the functions `ahead`.
+        """
         if self._closed:
             raise RuntimeError("the reward pool is closed")
         if self._attending is None:
@@ -80,6 +85,32 @@ class RewardPool:
                 worker.start()
                 self._idle.put_nowait(worker)
             self._attending = asyncio.create_task(self._attend())
+            if ahead:
+                self._importing = [
+                    asyncio.create_task(self._import(list(ahead))) for _ in self._workers
+                ]
+
+    async def _import(self, ahead: list[Named]) -> None:
+        """By one worker. Whoever is scored first by a function that kills or hangs it is told."""
+        async with self._taken() as worker:
+            try:
+                await self._ask(worker, ScoreRequest(ahead=ahead))
+            except (TimeoutError, EOFError):
+                self._replace(worker)
+
+    @asynccontextmanager
+    async def _taken(self) -> AsyncIterator["Child"]:
+        """An idle worker; one that is left in the middle is replaced."""
+        worker = await self._idle.get()
+        self._busy.add(worker)
+        try:
+            yield worker
+        except BaseException:  # cancelled: its answers must not reach the next group
+            self._replace(worker)
+            raise
+        finally:
+            self._busy.remove(worker)
+            self._idle.put_nowait(worker)
 
     async def score(self, items: Sequence[Item]) -> list[RewardResult]:
         """Score (task, response[, its number of tokens]) at once, where that is quick, or in one
@@ -91,16 +122,8 @@ class RewardPool:
             self._refuse_when_closed()
             return [self._score_here(*item) for item in items]
         await self.start()
-        worker = await self._idle.get()
-        self._busy.add(worker)
-        try:
+        async with self._taken() as worker:
             return await self._score_on(worker, items)
-        except BaseException:  # cancelled in the middle: its answers must not reach the next group
-            self._replace(worker)
-            raise
-        finally:
-            self._busy.remove(worker)
-            self._idle.put_nowait(worker)
 
     async def _attend(self) -> None:
         """Replace workers that died, or stay stopped, while nothing was asked of them: the next
@@ -129,7 +152,7 @@ class RewardPool:
             self._refuse_when_closed()
             waiting_for = "import"
             try:
-                await self._ask(worker, items[len(results) :])
+                await self._ask(worker, request_of(items[len(results) :]))
                 waiting_for = "reward"
                 while len(results) < len(items):
                     results.append(await self._reply(worker, RewardResult, self._timeout_s))
@@ -153,17 +176,8 @@ class RewardPool:
                 self._replace(worker)
         return results
 
-    async def _ask(self, worker: "Child", items: Sequence[Item]) -> None:
-        places: dict[int, int] = {}
-        tasks: list[Task] = []
-        for task, *_ in items:
-            if id(task) not in places:
-                places[id(task)] = len(tasks)
-                tasks.append(task)
-        request = ScoreRequest(
-            tasks=tasks,
-            items=[(places[id(i[0])], i[1], i[2] if len(i) > 2 else UNKNOWN) for i in items],
-        )
+    async def _ask(self, worker: "Child", request: ScoreRequest) -> None:
+        """Until its functions are imported."""
         async with asyncio.timeout(self._load_timeout_s):
             await worker.send(encode(request))
         await self._reply(worker, Loaded, self._load_timeout_s)
@@ -244,6 +258,19 @@ class RewardPool:
 def ran_longer(task: Task, limit_s: float) -> RewardResult:
     return RewardResult(
         outcome="timeout", message=f"reward {task.reward!r} ran longer than {limit_s:g} s"
+    )
+
+
+def request_of(items: Sequence[Item]) -> ScoreRequest:
+    places: dict[int, int] = {}
+    tasks: list[Task] = []
+    for task, *_ in items:
+        if id(task) not in places:
+            places[id(task)] = len(tasks)
+            tasks.append(task)
+    return ScoreRequest(
+        tasks=tasks,
+        items=[(places[id(i[0])], i[1], i[2] if len(i) > 2 else UNKNOWN) for i in items],
     )
 
 

@@ -29,13 +29,17 @@ MAX_MESSAGE = 2000
 UNKNOWN = -1  # number of a response's tokens
 
 
+Named = tuple[str, dict[str, Any]]  # a reward function: its name, its arguments
+
+
 class ScoreRequest(Record):
     """Responses to score; each names its task by position, so
-    that a group carries its task once.
+    that a group carries its task once. `ahead`: functions to import for requests to come.
     """
 
-    tasks: list[Task]
-    items: list[tuple[int, str, int]]  # place of the task, response, tokens that it has
+    tasks: list[Task] = []
+    ahead: list[Named] = []
+    items: list[tuple[int, str, int]] = []  # place of the task, response, tokens that it has
 
 
 class Loaded(Record, tag="loaded"):
@@ -113,12 +117,10 @@ def failure(error: BaseException) -> RewardResult:
     )
 
 
-def load(tasks: Iterable[Task]) -> dict[str, RewardFunction | RewardResult]:
-    """Import each task's function; one that cannot be imported maps to the error that its items
-    get.
-    """
+def load(named: Iterable[Named]) -> dict[str, RewardFunction | RewardResult]:
+    """Import each function; one that cannot be imported maps to the error that its items get."""
     functions: dict[str, RewardFunction | RewardResult] = {}
-    for name, arguments in {task.reward: task.reward_args for task in tasks}.items():
+    for name, arguments in dict(named).items():
         try:
             functions[name] = prepare(name, arguments)
         except BaseException as error:  # the user's module runs at import
@@ -130,7 +132,8 @@ def serve(connection: socket.socket) -> None:
     """Answer requests until the pool closes its end."""
     for body in messages(connection):
         request = decode(body, ScoreRequest)
-        functions = load(request.tasks[position] for position, *_ in request.items)
+        asked = [request.tasks[position] for position, *_ in request.items]
+        functions = load([*request.ahead, *((task.reward, task.reward_args) for task in asked)])
         connection.sendall(frame(encode(Loaded())))
         for position, response, tokens in request.items:
             task = request.tasks[position]

@@ -93,8 +93,10 @@ def assemble(
         feed = build_feed(config, mesh, models, tokenizer)
         step, losses = resume(loop, feed, skips, epoch)
     source = "memory" if checkpoints.remembered is not None else "disk"
-    reached = RunRecord(backend.job).last_step if lead else 0
+    reached = max(RunRecord(backend.job).last_step, checkpoints.reached) if lead else 0
     recovery.resumed(step, reached, source if step else "", checkpoints.read)
+    if lead and (again := recovery.again()):
+        print(f"trainer: {again}", flush=True)
     checkpoints.start(models)
     control.await_engines(explorer, hold=True)
     publisher.connect()

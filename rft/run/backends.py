@@ -24,6 +24,7 @@ from rft.ground.protocols import TrainerMesh
 from rft.ground.rounds import STREAM
 from rft.monitor import logs
 from rft.trainer import control
+from rft.trainer.feed import reads_files
 
 if TYPE_CHECKING:
     from rft.checkpoint.manager import CheckpointManager
@@ -186,7 +187,7 @@ class MegatronBackend(TrainBackend):
             about["adapter"] = lora.as_peft(str(config.model.model_path))
         buffer = config.buffer.trainer_input.experience_buffer
         first = os.environ.get("MASTER_ADDR", "127.0.0.1")  # of the ranks' store
-        is_queue = config.mode == "both" and buffer.storage_type == "queue"
+        is_queue = buffer.storage_type == "queue" and not reads_files(config)
         place = RankPlace(
             address=own_address(f"{first}:0"),
             journal=journal_of(buffer, self.job) if is_queue else "",

@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 
 from rft import config as configs
 from rft.config import Config, ConfigError
-from rft.ground import redact, scratch
+from rft.ground import durable, redact, scratch
 from rft.ground.device import hosted_store
 from rft.ground.errors import refuse
 from rft.ground.experience import Record
@@ -55,12 +55,13 @@ SLURM_PORTS = 10_000
 
 
 class Announcement(Record, frozen=True):
-    """What rank 0 tells all ranks of the next stage: where its config is, and the `environment` in
-    which they reach its Ray and each other; or the exit code to end with.
+    """What rank 0 tells all ranks of the next stage: its `config`, where that is, and the
+    `environment` in which they reach its Ray and each other; or the exit code to end with.
     """
 
     code: int | None = None
     resolved: str = ""
+    config: str = ""
     sidecar: bool = False
     environment: dict[str, str] = {}
 
@@ -86,6 +87,7 @@ def join(raw: DictConfig, prepared: Prepared, check: Check) -> int:
     if told.code is not None:
         return told.code
     os.environ.update(told.environment)
+    have_config(Path(told.resolved), told.config)
     beside = watcher = None
     if number == 0 and told.sidecar:
         beside = sidecar.Sidecar(Path(told.resolved).parent)
@@ -100,6 +102,13 @@ def join(raw: DictConfig, prepared: Prepared, check: Check) -> int:
     if code == 0:
         _again(stage + 1, streams)
     return code
+
+
+def have_config(resolved: Path, config: str) -> None:
+    """The stage's config is at its place on this node too, which may have a disk of its own."""
+    if not resolved.exists() or resolved.read_text(encoding="utf-8") != config:
+        resolved.parent.mkdir(parents=True, exist_ok=True)
+        durable.put(resolved, config)
 
 
 def _again(stage: int, streams: tuple[int, int]) -> None:
@@ -212,9 +221,14 @@ def _next_stage(raw: DictConfig, prepared: Prepared, check: Check) -> Announceme
         print("rft: trainer.spares: an outer launcher starts the ranks, and keeps none", flush=True)
     if reads_files(config):
         environment = _attempt(logs.new_attempt(resolved.parent), config)
-        return Announcement(resolved=str(resolved), environment=environment)
+        return _of(resolved, environment)
     environment = sidecar.start(resolved, SIDECAR_S) | redact.inherited()
-    return Announcement(resolved=str(resolved), sidecar=True, environment=environment)
+    return replace(_of(resolved, environment), sidecar=True)
+
+
+def _of(resolved: Path, environment: dict[str, str]) -> Announcement:
+    text = resolved.read_text(encoding="utf-8")
+    return Announcement(resolved=str(resolved), config=text, environment=environment)
 
 
 def _attempt(log_dir: Path, config: Config) -> dict[str, str]:

@@ -115,6 +115,7 @@ def explorer_spec(
         counts_experiences=mixing.rollouts_per_step(config) is not None,
         max_read_timeout=config.buffer.trainer_input.experience_buffer.max_read_timeout,
         quick_rewards=are_quick(config),
+        slow_rewards=[one for one in derived.rewards(config) if not is_quick(*one)],
     )
     return ActorSpec("explorer", config.explorer.name, make)
 

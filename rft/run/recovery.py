@@ -124,6 +124,7 @@ class Recovery:
     died_at: float | None = None
     clock: Callable[[], float] = time.monotonic
     at: dict[str, float] = field(default_factory=dict)
+    step: int = 0  # that was gone on from
     steps_again: int = 0
     source: str = ""
     read: tuple[int, float] = (0, 0.0)
@@ -157,11 +158,22 @@ class Recovery:
     def resumed(
         self, step: int, reached: int, source: str, read: tuple[int, float] = (0, 0.0)
     ) -> None:
-        """`reached`: the last step that was told; `source`: of the state; `read`: bytes that this
-        rank took from memory, and seconds, which are a part of the load.
+        """`reached`: the last step that anybody knows of; `source`: of the state; `read`: bytes
+        that this rank took from memory, and seconds, which are a part of the load.
         """
         self.mark("load")
-        self.steps_again, self.source, self.read = max(0, reached - step), source, read
+        self.step, self.steps_again = step, max(0, reached - step)
+        self.source, self.read = source, read
+
+    def again(self) -> str:
+        """Which steps are made again, in words; empty where none is, and a disk has said so."""
+        first, last = self.step + 1, self.step + self.steps_again
+        if last < first and self.source != "memory":
+            return ""
+        steps = f"step {first} is" if first == last else f"steps {first} to {last} are"
+        steps = "no step is" if last < first else steps
+        where = f"{self.source or 'the start'} behind step {self.step}"
+        return f"goes on from {where}: {steps} made again"
 
     def seconds(self) -> dict[str, float]:
         """Of each part, in order, since the one before; `total` up to the begin of the step."""

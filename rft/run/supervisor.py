@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from rft import config as configs
 from rft.buffer.store import journal_of
 from rft.checkpoint import fence, journal_copy
-from rft.config import Config
+from rft.config import TRAINING, Config
 from rft.config.choices import start_lines
 from rft.ground import scratch
 from rft.ground.process import end_descendants
@@ -35,6 +35,7 @@ from rft.run import cards
 from rft.run.standstill import Standstill
 from rft.run.warden import Warden
 from rft.sync import transfer, transport
+from rft.trainer.feed import reads_files
 
 if TYPE_CHECKING:
     from rft.run.actors import Actors, Work
@@ -119,10 +120,11 @@ class Supervisor:
 
     def _bring_journal(self) -> None:
         """Of a run whose first node is lost: what its agents have copied to this one."""
-        buffer = self.config.buffer.trainer_input.experience_buffer
-        if self.config.mode != "both" or buffer.storage_type != "queue":
+        config, buffer = self.config, self.config.buffer.trainer_input.experience_buffer
+        is_read = config.mode in TRAINING and not reads_files(config)
+        if not is_read or buffer.storage_type != "queue":
             return
-        job = configs.job_dir(self.config)
+        job = configs.job_dir(config)
         journal = Path(journal_of(buffer, job))
         position = journal_copy.bring_back(fence.control_dir(job), journal)
         if position is not None:
@@ -205,6 +207,11 @@ def start_table(config: Config) -> Iterator[str]:
     """For whoever started the run: who computes on what, and what was chosen for it, with why."""
     yield from cards.table(config, cards.here())
     yield from (f"  {name} is {commit}" for name, commit in config.commits.items())
+    if config.trainer.layouts:
+        sizes = config.trainer.megatron
+        told = f"tp{sizes.tensor_model_parallel_size} pp{sizes.pipeline_model_parallel_size}"
+        told += f" cp{sizes.context_parallel_size}"
+        yield f"  of trainer.layouts: {config.trainer.num_ranks} rank(s) ({told})"
     yield from start_lines(config)
     if config.mode == "both" and config.synchronizer.sync_method == STREAM:
         yield f"  {transport.told(config)}"

@@ -136,6 +136,15 @@ def test_ranks_of_all_nodes_are_counted(tmp_path: Path) -> None:
     } <= set(words)
 
 
+def test_nodes_that_come_and_go_count_their_ranks_themselves(tmp_path: Path) -> None:
+    """`trainer.layouts` say what so many ranks are."""
+    environment = {"RANKS": "4", "NNODES": "1:3", "MASTER_ADDR": "h"}
+    done = run("torchrun.sh", tmp_path, "name=x", PYTHON=recorder(tmp_path), **environment)
+    words = done.stdout.splitlines()
+    assert {"--nnodes=1:3", "--rdzv-endpoint=h:29500", "--nproc-per-node=4"} <= set(words)
+    assert words[-3:] == ["-m", "rft.train", "name=x"]
+
+
 def test_the_cluster_of_a_submitted_job() -> None:
     assert ray_of({"RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"
     with pytest.raises(ConfigError, match="cluster.ray_address=auto"):

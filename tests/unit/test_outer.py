@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rft.run.outer import have_config
 from rft.run.sidecar import Sidecar, first_line, start
 from rft.run.stages import StageFailed
 
@@ -40,6 +41,17 @@ def is_free(lock: Path) -> bool:
         except BlockingIOError:
             return False
     return True
+
+
+def test_a_node_with_a_disk_of_its_own_has_the_config_too(tmp_path: Path) -> None:
+    place = tmp_path / "run" / "resolved.yaml"
+    have_config(place, "a: 1")
+    assert place.read_text() == "a: 1"
+    before = place.stat().st_ino
+    have_config(place, "a: 1")
+    assert place.stat().st_ino == before  # as on a disk that nodes share
+    have_config(place, "a: 2")
+    assert place.read_text() == "a: 2"
 
 
 def test_a_stopped_sidecar_does_not_hold_the_end_of_the_run(tmp_path: Path) -> None:

@@ -43,6 +43,18 @@ def test_ranks_that_end_well_are_left_alone_and_nothing_is_noted(tmp_path: Path)
     assert not (tmp_path / recovery.RECORD).exists()
 
 
+def test_which_steps_are_made_again_is_said_by_number() -> None:
+    found = Recovery()
+    found.resumed(step=4, reached=4, source="disk")
+    assert found.again() == ""
+    found.resumed(step=4, reached=4, source="memory")
+    assert found.again() == "goes on from memory behind step 4: no step is made again"
+    found.resumed(step=4, reached=5, source="memory")
+    assert found.again() == "goes on from memory behind step 4: step 5 is made again"
+    found.resumed(step=0, reached=2, source="")
+    assert found.again() == "goes on from the start behind step 0: steps 1 to 2 are made again"
+
+
 def test_a_recovery_is_told_once_part_by_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -277,6 +277,7 @@ def test_a_run_goes_on_in_another_layout_on_the_node_that_is_left(root: Path) ->
     loop: Any = manager.load(state)
     assert (loop["step"], loop["seen"]) == (3, 3)
     assert equal(state, whole().fill(3)) and isinstance(state, State)
+    assert manager.reached == 3
     manager.start(state)  # without replicas, as there is no other node
     assert "checkpoint/replicated" not in manager.metrics()
     old = fence.lock_path(where["control"], 1, 1)

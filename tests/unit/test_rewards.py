@@ -261,6 +261,43 @@ def test_a_reward_that_cannot_be_imported_is_an_error_of_its_own_items_only(tmp_
     with_pool(body)
 
 
+def test_functions_are_imported_before_the_first_group_asks(tmp_path: Path) -> None:
+    """By each worker; what cannot be imported is told to who asks for it, and to nobody else."""
+    (tmp_path / "slow.py").write_text(
+        textwrap.dedent(
+            f"""
+            import os, pathlib
+            pathlib.Path({str(tmp_path)!r}, f"{{os.getpid()}}.imported").touch()
+
+            def reward(response, truth, task):
+                return float(os.getpid())
+            """
+        )
+    )
+    (tmp_path / "ends.py").write_text("import os\nos._exit(3)\ndef reward(*_): return 1.0\n")
+    good, bad = f"{tmp_path}/slow.py:reward", f"{tmp_path}/ends.py:reward"
+
+    async def run() -> None:
+        pool = RewardPool(2, 30.0)
+        await pool.start([(good, {})])
+        await asyncio.gather(*pool._importing)
+        imported = {float(one.stem) for one in tmp_path.glob("*.imported")}
+        assert len(imported) == 2
+        (scored,) = await pool.score([(task(good), "")])
+        assert scored.reward in imported and pool.replaced == 0
+        await pool.close()
+        pool = RewardPool(1, 30.0)
+        await pool.start([(bad, {}), (good, {})])
+        await asyncio.gather(*pool._importing)
+        (scored,) = await pool.score([(task(good), "")])
+        assert scored.outcome == "ok" and pool.replaced == 1
+        (failed,) = await pool.score([(task(bad), "")])
+        assert failed.outcome == "error" and "while importing it" in failed.message
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
 def test_a_module_that_ends_the_process_at_import_is_an_error_not_a_loop(tmp_path: Path) -> None:
     (tmp_path / "deadly.py").write_text("import os; os._exit(3)")
     deadly = task(f"{tmp_path / 'deadly.py'}:f")

@@ -38,8 +38,8 @@ def limits() -> dict[str, float]:
 
 def shares(root: Path) -> Shares:
     """Of every gate's limit, what each step of the run takes up."""
-    (metrics,) = root.glob("runs/**/metrics.jsonl")
-    record, found = RunRecord(metrics.parent), {}
+    record = RunRecord(root)
+    found: Shares = {}
     for metric, limit in limits().items():
         none = NONE.get(metric, 0.0)
         values = [value for _, value in record.series(metric)]

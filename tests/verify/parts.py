@@ -102,7 +102,9 @@ PARTS = {
     "bench-trainer": benches("packing", "logprobs", "train_step", "plan"),
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-versions": Part([["-m", "bench.versions"], ["-m", "bench.save_plan"]]),
+    "bench-node-loss": Part([["-m", "bench.node_loss"]]),
     "bench-recovery": benches("recovery", "every_step"),
+    "history": Part([["-m", "bench.history"]]),
     "bench-loop": benches("weight_sync", "observe", "rollout"),
     **{
         f"bench-loop-{name}": Part([["-m", "bench.loop", "--quick", "--sizes", size]])

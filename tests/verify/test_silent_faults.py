@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rft.run.supervisor import EXIT_CODES
 from tests.dist.ranks import Ranks
 from tests.verify.mutants import PLANTED
 from tests.verify.mutations import MUTATIONS
@@ -145,7 +146,9 @@ def test_kv_kept_over_weights_is_seen(
         code, said = run.end(timeout=400), run.errors()
     rows = step_rows(tmp_path / "rft" / "drilled")
     print([row["drift/token_mult_prob_error"] for row in rows])
-    assert (code, "gate 'engine'" in said) == ((2, True) if kept else (0, False)), said
+    assert (code, "gate 'engine'" in said) == (
+        (EXIT_CODES["trainer"], True) if kept else (0, False)
+    ), said
     assert [bool(row["drift/alarms"]) for row in rows] == [False] * (len(rows) - kept) + [
         True
     ] * kept

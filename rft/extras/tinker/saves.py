@@ -138,7 +138,7 @@ class RemoteCheckpoints:
         self.reach = reach
         self.requested: int | None = None  # step of the last save or load
         self.remembered: int | None = None
-        self.read = (0, 0.0)
+        self.read, self.reached = (0, 0.0), 0
         self.needed = 0
         self._pending: list[PendingSave] = []
         self._failed: dict[int, str] = {}  # why, by step

@@ -1,0 +1,421 @@
+"""Whole runs that lose a node, with its memory and its disk, in the middle of a step.
+
+    python -m bench.node_loss [--count N] [--seed S] [--loop] [--keep DIR]
+
+Two machines of one kernel (`bench.faults.machines`), each with its own network, name, processes,
+shared memory and disk; a trainer rank on each, started by `launch/torchrun.sh`, replicas between
+their agents, `trainer.layouts` with one for two ranks and one for the rank that is left. What they
+train on is a journal that a real explorer has left on the first machine's disk.
+
+    explorer, once ─► journal ─► reference: the run on one rank, undisturbed
+                             ─► case: two machines ── step k told ── a machine is gone ── the run
+                                goes on where the other one is ─► judged, step by step
+
+Drawn by a seed: which machine (with the first one go supervisor, Ray, buffer and journal, and the
+same command is started on the other one), the layout, whether its connections end or go silent,
+whether torchrun goes on by itself or the command is given again, the step and the moment in it.
+Out: a table, and one last line of JSON. Bars: no state is lost that two nodes had, at most 2 steps
+made again, every step on the batch of the reference and with its loss, and the run says so; of 20
+runs. `--loop`: explorer and engine are of the run too (mode=both), where the run is, and every
+version is kept; rollouts are then made anew, and no reference says what they are.
+"""
+
+import argparse
+import os
+import random
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.faults.machines import Machine, machines
+from rft.buffer.journal import Journal
+from rft.buffer.progress import Leased, decode_record
+from rft.monitor.run_record import read_lines
+from rft.tools.toy import write_arithmetic, write_model
+
+ROOT = Path(__file__).resolve().parents[1]
+CLAIMED, AGAIN, STEPS = 20, 2, 14
+LAYOUTS = {
+    "tp2": "tensor_model_parallel_size:2",
+    "pp2": "pipeline_model_parallel_size:2",
+    "dp2": "tensor_model_parallel_size:1",
+}
+MODEL = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 384}
+TASKS, REPEATS = 8, 8
+TOLERANCE = 1e-3  # of a loss, in another layout than the reference's
+SILENT_S = 20.0  # trainer.collective_timeout: a node that says nothing is found by it alone
+BEGIN_S, END_S, LOOK_S = 240.0, 300.0, 0.02
+Groups = dict[int, set[tuple[int, ...]]]  # dealt, by step
+Rows = dict[int, dict[str, Any]]  # of metrics, by step
+Known = tuple[Groups, Rows]  # what the reference has made
+JOB = Path("rft", "run")
+JOURNAL = JOB / "buffer" / "experience_buffer"
+SEGMENT = 64 * 2**20
+LOOP = ["mode=both", "synchronizer.max_staleness=1", "trainer.checkpoint.versions=all"]
+RAY_PORT = 6379
+TOLD = re.compile(r"^\[ *(\d+)/\d+ .*loss", re.M)
+AGAIN_TOLD = re.compile(r"^trainer: goes on from (\w+) behind step (\d+): (.*) made again$", re.M)
+REFUSED = re.compile(r"^rft: .*take_over=true", re.M)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is drawn. `first`: the machine that is lost has rank 0. `elastic`: torchrun goes on."""
+
+    seed: int
+    first: bool
+    layout: str
+    silent: bool
+    elastic: bool
+    step: int
+    share: float  # of a step, behind the line of the one before
+    asked: bool  # whether the command is given without `take_over` first
+
+    @classmethod
+    def drawn(cls, seed: int) -> "Case":
+        chance = random.Random(seed)
+        layout, silent = chance.choice(sorted(LAYOUTS)), chance.random() < 0.25
+        elastic, step = chance.random() < 0.5, chance.randrange(3, STEPS - 3)
+        asked = not elastic and chance.random() < 0.4
+        return cls(seed, seed % 2 == 1, layout, silent, elastic, step, chance.random(), asked)
+
+    @property
+    def words(self) -> str:
+        who = "first" if self.first else "other"
+        how = "silently" if self.silent else "at once"
+        by = "torchrun" if self.elastic else "by hand"
+        return f"{who}, {self.layout}, {how}, {by}"
+
+
+@dataclass
+class Outcome:
+    case: Case
+    told: int = 0  # the last step that was told before
+    phase: str = ""  # of rank 0, when the machine was lost
+    had: int = -1  # step of the newest state that two nodes had, as the run had told
+    back: int = -1  # step that was gone on from
+    seconds: float = 0.0  # to the first step told after
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def again(self) -> int:
+        return self.told - self.back
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.node_loss")
+    parser.add_argument("--count", type=int, default=CLAIMED)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--loop", action="store_true", help="with explorer and engine")
+    parser.add_argument("--keep", type=Path, help="a directory for what the runs have said")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="node_loss_") as made:
+        top = Path(made)
+        prepare(top, asked.loop)
+        known = None if asked.loop else reference(top)
+        found = []
+        for seed in range(asked.seed, asked.seed + asked.count):
+            found.append(lost(top / str(seed), top, Case.drawn(seed), known))
+            say_one(found[-1])
+            if asked.keep:
+                logs = asked.keep / str(seed)
+                logs.mkdir(parents=True, exist_ok=True)
+                for log in (top / str(seed)).glob("*.log"):
+                    shutil.copy(log, logs)
+            shutil.rmtree(top / str(seed))
+    say(found, asked.count)
+
+
+# --- what every run begins with -------------------------------------------------------------------
+
+
+def prepare(top: Path, loop: bool) -> None:
+    """The model, and the journal of an explorer with a real engine; of a whole `loop` none."""
+    write_model(top / "model", **MODEL)
+    write_arithmetic(top, digits=1, num_eval=16)
+    if not loop:
+        whole([*arguments(top, top / "explored"), "mode=explore"], top / "explored.log")
+
+
+def reference(top: Path) -> Known:
+    """The groups of each step, and its row, of one rank that nobody disturbs."""
+    shutil.copytree(top / "explored" / JOURNAL, top / "reference" / JOURNAL)
+    words = [*arguments(top, top / "reference"), "mode=train", "trainer.num_ranks=1"]
+    whole(words, top / "reference.log")
+    return leases(top / "reference" / JOURNAL), rows_of(top / "reference" / JOB)
+
+
+def whole(words: list[str], log: Path) -> None:
+    """A run on the host, to its end."""
+    with log.open("wb") as out:
+        command = [sys.executable, "-m", "rft.train", *words]
+        if subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT).returncode:
+            raise SystemExit(f"{' '.join(command)}\n{log.read_text()}")
+
+
+def arguments(top: Path, place: Path) -> list[str]:
+    return [
+        "experiment=grpo",
+        "name=run",
+        "device=cpu",
+        "monitor=none",
+        f"checkpoint_root_dir={place}",
+        f"model.model_path={top / 'model'}",
+        "model.max_prompt_tokens=16",
+        "model.max_response_tokens=16",
+        f"algorithm.repeat_times={REPEATS}",
+        "algorithm.optimizer.lr=1e-4",
+        f"buffer.batch_size={TASKS}",
+        "buffer.total_epochs=1000",
+        f"buffer.explorer_input.default_reward_fn_type={ROOT}/tests/e2e/letters.py:reward",
+        f"buffer.explorer_input.taskset.path={top / 'train.jsonl'}",
+        "explorer.rollout_model.kv_cache_gb=0.25",
+        "trainer.max_token_len_per_gpu=4096",
+        f"trainer.total_steps={STEPS}",
+        "cluster.threads_per_rank=1",
+    ]
+
+
+def leases(journal: Path) -> Groups:
+    """The groups of each step, as often as they were dealt."""
+    opened, found = Journal(str(journal), SEGMENT), Groups()
+    for _, payload in opened.records():
+        record = decode_record(payload)
+        if isinstance(record, Leased):
+            found.setdefault(record.step, set()).add(tuple(record.groups))
+    opened.close()
+    return found
+
+
+def rows_of(job: Path) -> Rows:
+    found = read_lines(job / "metrics.jsonl") if (job / "metrics.jsonl").exists() else []
+    return {row["step"]: row for row in found if "time/step_s" in row}
+
+
+# --- one run --------------------------------------------------------------------------------------
+
+
+def lost(top: Path, given: Path, case: Case, known: Known | None) -> Outcome:
+    disk, checkpoints = top / "disk", top / "checkpoints"
+    disk.mkdir(parents=True)
+    checkpoints.mkdir()
+    with machines(2, disk) as nodes:
+        for node in nodes:
+            node.bind(checkpoints, disk / JOB / "checkpoints")
+        if known is not None:
+            shutil.copytree(given / "explored" / JOURNAL, nodes[0].see(disk / JOURNAL))
+        return TwoNodes(top, given, case, nodes, known).run()
+
+
+class TwoNodes:
+    """A run on two machines, and its end on one. `known`: none of a whole loop."""
+
+    def __init__(
+        self, top: Path, given: Path, case: Case, nodes: list[Machine], known: Known | None
+    ):
+        self.top, self.given, self.case, self.nodes, self.known = top, given, case, nodes, known
+        self.disk = top / "disk"
+        self.logs = [top / "node0.log", top / "node1.log"]
+        self.environment = {
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RANKS": "1",
+        }
+        self.found = Outcome(case)
+
+    def run(self) -> Outcome:
+        case, found = self.case, self.found
+        gone, left = (0, 1) if case.first else (1, 0)
+        try:
+            self.ray(0)
+            nodes = "1:2" if case.elastic else "2"
+            runs = [self.start(number, self.logs[number], nodes, 0) for number in (0, 1)]
+            self.lose(gone)
+            before = self.rows_before
+            began, log = time.monotonic(), self.logs[left]
+            if case.first or not case.elastic:
+                await_that(lambda: runs[left].poll() is not None, END_S, "what is left ends", log)
+                log = self.again(left)
+            else:
+                self.last = runs[left]
+            at = self.told_in(self.logs[left]) if log == self.logs[left] else 0
+            await_that(lambda: self.told_in(log) > at, END_S, "a step is told again", log)
+            found.seconds = time.monotonic() - began
+            await_that(lambda: self.last.poll() is not None, END_S, "the run ends", log)
+            if self.last.returncode:
+                found.problems.append(f"exit code {self.last.returncode}")
+            self.judge(left, log, before)
+        except TimeoutError as error:
+            found.problems.append(str(error))
+        return found
+
+    # --- what is started --------------------------------------------------------------------------
+
+    def ray(self, number: int) -> None:
+        """What `launch/ray.sh` does on the first node."""
+        words = ["--head", f"--node-ip-address={self.nodes[number].address}", "--num-cpus=8"]
+        words += [f"--port={RAY_PORT}", "--include-dashboard=false", "--disable-usage-stats"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *words]
+        log = self.top / f"ray{number}.log"
+        node = self.nodes[number]
+        started = node.start(*command, directory=self.top, log=log, **self.environment)
+        if started.wait(BEGIN_S):
+            raise TimeoutError(log.read_text())
+
+    def start(
+        self, number: int, log: Path, nodes: str, first: int, *more: str
+    ) -> "subprocess.Popen[bytes]":
+        """The command, the same on every node. `first`: the node where all meet."""
+        at = self.nodes[first].address
+        layouts = f"{{num_ranks:2,{LAYOUTS[self.case.layout]}}},{{num_ranks:1}}"
+        command = [
+            str(ROOT / "launch" / "torchrun.sh"),
+            *arguments(self.given, self.disk),
+            *(LOOP if self.known is None else ["mode=train"]),
+            f"trainer.layouts=[{layouts}]",
+            "trainer.memory_interval=1",
+            f"trainer.save_interval={10**6}",
+            "trainer.checkpoint.replicas=1",
+            f"trainer.collective_timeout={SILENT_S:g}",
+            f"cluster.ray_address={at}:{RAY_PORT}",
+            *(["trainer.checkpoint.take_over=true"] if ":" in nodes else []),
+            *more,
+        ]
+        meet = {"NNODES": nodes, "NODE_RANK": str(number), "MASTER_ADDR": f"node{first}"}
+        run = self.nodes[number].start(
+            *command, directory=self.top, log=log, **self.environment, **meet
+        )
+        self.last = run
+        return run
+
+    def again(self, left: int) -> Path:
+        """The same command on the node that is left: first as it was, which is refused."""
+        if self.case.first:
+            self.ray(left)
+        nodes = "1:2" if self.case.elastic else "1"
+        if self.case.asked:
+            refused = self.top / "refused.log"
+            self.start(left, refused, nodes, left).wait(END_S)
+            if not REFUSED.search(refused.read_text()):
+                self.found.problems.append("goes on without take_over")
+        log = self.top / "again.log"
+        self.start(left, log, nodes, left, "trainer.checkpoint.take_over=true")
+        return log
+
+    # --- the loss ---------------------------------------------------------------------------------
+
+    def lose(self, gone: int) -> None:
+        """Behind the line of the step that was drawn, in the middle of the next."""
+        case, found, log = self.case, self.found, self.logs[0]
+        job = self.nodes[0].see(self.disk / JOB)
+        await_that(lambda: self.told_in(log) >= case.step, BEGIN_S, "the run begins", log)
+        self.rows_before = rows_of(job)
+        step_s = min(row["time/step_s"] for row in self.rows_before.values())
+        time.sleep(case.share * step_s)
+        found.phase = (job / "logs" / "latest" / "phase_rank_0").read_text().strip()
+        self.nodes[gone].lose(case.silent)
+        found.told = self.told_in(log)
+
+    def told_in(self, log: Path) -> int:
+        told = TOLD.findall(log.read_text())
+        return int(told[-1]) if told else 0
+
+    # --- what came of it --------------------------------------------------------------------------
+
+    def judge(self, left: int, log: Path, before: Rows) -> None:
+        found, problems = self.found, self.found.problems
+        job = self.nodes[left].see(self.disk / JOB)
+        found.had = int(max(row["checkpoint/replicated"] for row in before.values()))
+        said = (job / "logs" / "latest" / "rank_0.log").read_text()
+        resumed = re.findall(r"resumed from .* \(step (\d+)\)", said)
+        if not resumed:
+            problems.append("LOST nothing came back from memory")
+            return
+        found.back = int(resumed[-1])
+        if found.back < found.had:
+            problems.append(f"LOST step {found.had}, which two nodes had; {found.back} came back")
+        if found.again > AGAIN:
+            problems.append(f"{found.again} steps made again")
+        if not AGAIN_TOLD.search(log.read_text()):
+            problems.append("does not say which steps are made again")
+        after = rows_of(job)
+        if missing := set(range(found.back + 1, STEPS + 1)) - set(after):
+            problems.append(f"steps {sorted(missing)} are not told")
+        shutil.copytree(job / "buffer", self.top / "left")
+        dealt = leases(self.top / "left" / JOURNAL.name)
+        groups, rows = self.known or (dealt, after | before)
+        for step in range(STEPS):
+            if dealt.get(step) != groups[step] or len(groups[step]) != 1:
+                problems.append(f"WRONG step {step + 1} on groups {dealt.get(step)}")
+        for step, row in [*before.items(), *(after.items() if self.known else ())]:
+            problems += differs(step, row, rows[step])
+
+
+def differs(step: int, row: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
+    for name in ("num_tokens", "reward/mean"):
+        if row.get(name) != wanted.get(name):
+            yield f"WRONG step {step}: {name} {row.get(name)}, not {wanted.get(name)}"
+    if abs(row["loss"] - wanted["loss"]) > TOLERANCE:
+        yield f"WRONG step {step}: loss {row['loss']}, not {wanted['loss']}"
+
+
+def await_that(is_so: Callable[[], bool], within_s: float, what: str, log: Path) -> None:
+    end = time.monotonic() + within_s
+    while not is_so():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {within_s:g} s: {what}\n{log.read_text()[-3000:]}")
+        time.sleep(LOOK_S)
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+def say_one(one: Outcome) -> None:
+    came = f"two nodes had {one.had}, {one.back} came back, {one.again} again"
+    words = f"{one.told} told, lost while {one.phase}; {came}; {one.seconds:.1f} s"
+    print(f"{one.case.seed}: {one.case.words}; {words}", *one.problems, sep="\n  ", flush=True)
+
+
+def say(found: list[Outcome], count: int) -> None:
+    kinds = sorted({one.case.words for one in found})
+    table = []
+    for kind in kinds:
+        mine = [one for one in found if one.case.words == kind]
+        row = [kind, str(len(mine)), str(max(one.again for one in mine))]
+        row += [f"{report.median([one.seconds for one in mine]):.1f}"]
+        table.append([*row, str(sum(bool(one.problems) for one in mine))])
+    report.table(
+        "whole runs that lost a node", ("which, how", "runs", "again", "seconds", "bad"), table
+    )
+    words = [problem for one in found for problem in one.problems]
+    counts = {
+        "runs": len(found),
+        "lost": sum(one.startswith("LOST") for one in words),
+        "wrong": sum(one.startswith("WRONG") for one in words),
+        "other": sum(not one.startswith(("LOST", "WRONG")) for one in words),
+        "again": max(one.again for one in found),
+    }
+    report.last_line(
+        "node_loss",
+        {},
+        counts,
+        {"steps": STEPS, "ranks": 2, "load": round(os.getloadavg()[0], 1)},
+        report.versions("torch", "megatron-core", "ray"),
+        not words and count >= CLAIMED,
+    )
+
+
+if __name__ == "__main__":
+    main()
