@@ -53,7 +53,7 @@ HEAD = "lm_head.weight"
 # the others of a run, without and with engines (Ray, explorer, buffer, synchronizer)
 RANK, ENGINE, LAUNCHER, ACTORS = int(0.9e9), int(1.3e9), int(0.35e9), int(1.5e9)
 LIBRARIES = int(0.07e9)  # of a rank's, which all ranks of a host share
-SPARE = int(0.45e9)  # a rank that has imported everything, and waits
+SPARE = int(0.45e9)  # a rank that has imported everything, and waits: 0.34 to 0.39 beside others
 PROCESSES, ACTIVATIONS = "processes, about", "activations, about"
 ESTIMATES = (PROCESSES, ACTIVATIONS)
 
