@@ -57,8 +57,12 @@ class Spares:
         self._thread = NamedThread(target=self._run, name="spares", daemon=True)
 
     def __enter__(self) -> "Spares":
+        if not self.count:
+            return self
         from torch.distributed.elastic.multiprocessing.subprocess_handler import handlers
 
+        # Set from outside, as nothing of torch's launcher takes a handler, an agent or a context of
+        # one's own; only where spares are wanted, and until the launcher ends.
         spares, usual = self, handlers.SubprocessHandler
 
         class TakingHandler(usual):  # type: ignore[misc, valid-type]
@@ -73,6 +77,8 @@ class Spares:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self.count:
+            return
         from torch.distributed.elastic.multiprocessing.subprocess_handler import handlers
 
         handlers.SubprocessHandler = self._usual
@@ -87,8 +93,7 @@ class Spares:
 
     def refill(self) -> None:
         """Ranks are started now: once they train there may be as many spares again."""
-        if self.count:
-            self._wanted.set()
+        self._wanted.set()
 
     def pids(self) -> set[int]:
         """Of those that are no ranks."""
