@@ -243,7 +243,7 @@ RewardPool._attend | the next look at idle workers | `ATTEND_S` | a dead one is 
 RewardPool._ask | a worker loads | `_load_timeout_s` | killed
 RewardPool._heard | a reward | `timeout_s` in which its worker is not stopped; stopped: \
 `STOPPED_S` | killed; an outcome of its own; stopped: done again, once
-RewardPool.score | a free worker | none: others' rewards end within `timeout_s` | -
+RewardPool._taken | a free worker | none: others' rewards end within `timeout_s` | -
 RewardPool.close | groups under way | none: their workers are killed | -
 rollout/rewards/judge.py
 _asked | a judging model, and between two tries | the judge's `seconds` | the reward is an error
@@ -284,6 +284,8 @@ Actors._watch | an actor's end | none: it is the wait for its death | it comes b
 ends; stopped: `STOPPED_S`
 Actors.close | actors and threads end | a third of `shutdown_grace_s` each | killed
 give_way | what failed may be over | up to `LONGEST_PAUSE_S` | another process
+run/assembly.py
+assemble | the tokenizer, which a thread loads | none: its library and a file of this machine | -
 run/cards.py
 _asked | the driver's tool | `ASK_S` | the start says so
 ray_gpus | Ray's own words | `ASK_S` | the start says so
@@ -333,6 +335,13 @@ killed after `STOPPED_S`
 Sidecar.end | the sidecar closes | `shutdown_grace_s` and `END_S` | killed with its family
 first_line | the sidecar's Ray | `SIDECAR_S` | killed, the start fails
 main | the launcher's end | none: it is the wait for its death | the sidecar closes
+run/spare.py
+Spares._run | ranks that train | none: looked for every `LOOK_S` | no spare is begun
+Spares._add | a spare that was killed | the kernel | -
+Spares.__exit__ | its thread, and spares that were killed | the kernel: what the thread waits for \
+ends with them | -
+Spare.word | a spare's imports | none: it is nobody's, and ends with the launcher | none is kept
+main | the launcher's word | none: the launcher's end is one | the spare ends
 run/standstill.py
 Standstill._run | the next look | `LOOK_S` | it looks
 Standstill.close | its thread | one look | -
@@ -356,6 +365,7 @@ sync/connection.py
 Listener._listen | an engine's worker | none: a thread of its own | -
 Listener.close | its thread | none: it is woken | -
 PeerConnection.receive | the other end | `sync_timeout` of the socket | the round failed
+PeerConnection.wait | the other end's next bytes | `sync_timeout` of the socket | the round failed
 handshake | a listener | `sync_timeout` | PeerLost: the round failed
 sync/groups.py
 WorkerGroup.finish | a broadcast | `sync_timeout`, by the guard | aborted, the round failed
@@ -385,6 +395,7 @@ fail
 Publisher.rest | the round before engines sleep | `sync_timeout` | the ranks fail
 Publisher.start | the round before | `sync_timeout` | the ranks fail
 sync/receiver.py
+Receiver._fill | the next bytes of a trainer rank | `sync_timeout` of the socket | the round failed
 Receiver._round | its readers | none: all has come, they say their last word | -
 sync/relay.py
 Relay._wait | what a reader asked for | none, and a word every `WAIT_S` | its own round has \
