@@ -71,7 +71,7 @@ class Learner(Network):
 
     def begin(self) -> None:
         """There was no state to be read, or none that is whole: the model as it is in its files."""
-        if self._expects:
+        if self._built_empty:
             self._load()
             self.optimizer.begin()
 

@@ -97,9 +97,10 @@ class Network:
         if self.lora:
             freeze_all_but_adapters(self.model)
         self._wrap(trainer)
-        self._expects, self._origin = expects, (path, seed)
+        self._origin = (path, seed)
         # states hold all of a model, but nothing of one under an adapter; nor does fp8 begin empty
-        if expects and not self.lora and not more.get("fp8"):
+        self._built_empty = expects and not self.lora and not more.get("fp8")
+        if self._built_empty:
             weights.clear_padding(self.model, self.dims, mesh.place)
         else:
             self._load()

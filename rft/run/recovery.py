@@ -168,10 +168,10 @@ class Recovery:
     def again(self) -> str:
         """Which steps are made again, in words; empty where none is, and a disk has said so."""
         first, last = self.step + 1, self.step + self.steps_again
-        if last < first and self.source != "memory":
+        if not self.steps_again and self.source != "memory":
             return ""
-        steps = f"step {first} is" if first == last else f"steps {first} to {last} are"
-        steps = "no step is" if last < first else steps
+        steps = f"steps {first} to {last} are" if first < last else f"step {first} is"
+        steps = steps if self.steps_again else "no step is"
         where = f"{self.source or 'the start'} behind step {self.step}"
         return f"goes on from {where}: {steps} made again"
 

@@ -133,12 +133,11 @@ class PeerConnection:
     def wait(self) -> None:
         """Until something is there to receive."""
         try:
-            if not self._socket.recv(1, socket.MSG_PEEK):
-                raise self._closed()
-        except PeerLost:
-            raise
+            some = self._socket.recv(1, socket.MSG_PEEK)
         except OSError as error:
             raise self._lost(error) from error
+        if not some:
+            raise self._closed()
 
     def receive(self, into: memoryview) -> None:
         """Fill `into`, contiguous bytes."""
