@@ -218,7 +218,8 @@ def overrides(root: Path, name: str, mode: str, sizes: Sizes, pipe: Path, gate: 
         f"explorer.runner_per_model={2 * TASKS}",
         "explorer.eval_on_startup=false",
         "explorer.rollout_model.kv_cache_gb=1.0",
-        f"explorer.rollout_model.max_num_seqs={2 * TASKS * REPEATS}",
+        # of one step: the next one's groups wait in the engine, and begin as those of this one end
+        f"explorer.rollout_model.max_num_seqs={TASKS * REPEATS}",
         f"trainer.dtype={sizes.dtype}",
         f"trainer.total_steps={sizes.steps}",
         "trainer.max_token_len_per_gpu=8192",

@@ -67,6 +67,10 @@ LATENT_ON_CPU = {
     "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
     "attention_backend": "CPU_MLA",
 }
+# Whole blocks are what requests share of a prompt. vLLM's 128 on a CPU leave each response of a
+# group up to 127 tokens to compute alone, and again at every publication; its kernels take
+# multiples of 32.
+SMALL_BLOCKS = {"block_size": 32}
 # Rows that depend on no other row: on a CPU by rft.sync.worker, which reads this in every process
 # of vLLM's, and the rotation is torch's there; on a GPU by vLLM itself. Prompts are not cut there:
 # vLLM 0.32 would wind a request's own generator back after each part but the last, which a CPU's
@@ -233,7 +237,8 @@ class RolloutEngine(EngineRoutes):
             cache = {"kv_cache_memory_bytes": int(self.rollout.kv_cache_gb * GIB)}
             if self.bitwise:
                 return cache | BITWISE_ON_CPU
-            return cache | (LATENT_ON_CPU if has_latent_attention(self.model.model_path) else {})
+            latent = has_latent_attention(self.model.model_path)
+            return cache | (LATENT_ON_CPU if latent else SMALL_BLOCKS)
         share = self.rollout.gpu_memory_utilization
         if not self.colocated:
             return {"gpu_memory_utilization": share}
