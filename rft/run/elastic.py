@@ -1,13 +1,12 @@
-"""Start a stage's trainer ranks under torch's elastic launcher and tell how they ended.
+"""Start a stage's trainer ranks (`rft.run.children`) and tell how they ended.
 
     python -m rft.run.elastic RESOLVED_YAML
 
 In: the resolved config (`trainer.num_ranks`, `trainer.max_restarts`, `cluster.master_port`). Out:
 exit code 0, or 1 with `failure.json` (part, phase, cause) in the attempt's log directory. Ranks
 that failed are started again, all of them, as often within an hour as they may, each time with a
-line that says why (the launcher's own restarts, which say nothing, are not used). A process of its
-own, so that the supervisor stays free of torch; SIGTERM is passed on to the ranks, which end
-cleanly at their next step boundary.
+line that says why. A process of its own, so that the supervisor stays free of torch; SIGTERM is
+passed on to the ranks, which end cleanly at their next step boundary.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ from rft.run.spare import Spares
 CONSEQUENCES = (
     signal.SIGTERM,
     signal.SIGABRT,
-)  # torch's launcher ends the peers of a failed rank; libraries abort at lost ones
+)  # peers of a failed rank are ended; libraries abort at lost ones
 # ranks that failed may only have met the end of another part: if that ends the run, it ends them by
 # then; a rank that was killed has met nothing
 PAUSE_S = 1.0
@@ -53,7 +52,7 @@ def main(path: str) -> int:
     def start() -> None:
         spares.refill()
         with recovery.RankWatch(log_dir, count, apart=spares.pids):
-            run(config, "-m", "rft.run.rank", path)
+            run(config, "-m", "rft.run.rank", path, spares=spares)
 
     try:
         with Spares(path, log_dir, count if config.trainer.spares else 0) as spares:
@@ -110,29 +109,21 @@ def of_line(line: str) -> dict[str, str]:
     return {"part": part, "phase": phase, "cause": cause}
 
 
-def run(config: Config, *words: str) -> None:
+def run(config: Config, *words: str, spares: Spares | None = None) -> None:
     """Run the ranks, each this interpreter with `words`, until all have ended well, or one failed:
     torch's ChildFailedError.
     """
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from rft.run import children
 
-    from rft.run import loopback
-
-    loopback.register()
     os.environ.update(device.loopback_environment(engines_too=config.cluster.ray_address is None))
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=int(config.trainer.num_ranks or 1),
-        run_id=config.name.replace("/", "_"),  # a trial of a sweep has a path for a name
-        rdzv_backend=loopback.BACKEND,
-        rdzv_endpoint=f"{loopback.HOST}:{config.cluster.master_port}",
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr=loopback.HOST,
-        shutdown_timeout=math.ceil(config.shutdown_grace_s),
+    children.run(
+        words,
+        int(config.trainer.num_ranks or 1),
+        config.name.replace("/", "_"),  # a trial of a sweep has a path for a name
+        config.cluster.master_port,
+        math.ceil(config.shutdown_grace_s),
+        spares.take if spares else lambda command, environment: None,
     )
-    elastic_launch(launch, sys.executable)(*words)
 
 
 def root_cause(log_dir: Path, ended: dict[int, int]) -> dict[str, str]:

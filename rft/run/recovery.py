@@ -75,7 +75,7 @@ class RankWatch:
             note(self.log_dir, self._died_at)
 
     def _run(self) -> None:
-        ends, is_over, grace_s = select.poll(), False, self.peers_s
+        ends, grace_s = select.poll(), self.peers_s
         while not self._is_over.is_set():
             # a look costs as much as there are processes on this machine
             is_whole = len(self._ranks) >= self.count
@@ -90,9 +90,8 @@ class RankWatch:
                     self._died_at = time.monotonic()
                     grace_s = self.killed_s if how == -signal.SIGKILL else self.peers_s
             died_at = self._died_at
-            if died_at is not None and not is_over and time.monotonic() > died_at + grace_s:
-                is_over = True
-                for descriptor in self._ranks.values():
+            if died_at is not None and time.monotonic() > died_at + grace_s:
+                for descriptor in self._ranks.values():  # also one that is seen only now
                     with contextlib.suppress(ProcessLookupError):
                         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 

@@ -29,7 +29,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from rft import config as configs
 from rft.config import Config
@@ -57,31 +56,13 @@ class Spares:
         self._thread = NamedThread(target=self._run, name="spares", daemon=True)
 
     def __enter__(self) -> "Spares":
-        if not self.count:
-            return self
-        from torch.distributed.elastic.multiprocessing.subprocess_handler import handlers
-
-        # Set from outside, as nothing of torch's launcher takes a handler, an agent or a context of
-        # one's own; only where spares are wanted, and until the launcher ends.
-        spares, usual = self, handlers.SubprocessHandler
-
-        class TakingHandler(usual):  # type: ignore[misc, valid-type]
-            """Torch's, which has a rank's process begin, unless one is there."""
-
-            def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-                return spares.take(args, env) or super()._popen(args, env)
-
-        self._usual = usual
-        handlers.SubprocessHandler = TakingHandler
-        self._thread.start()
+        if self.count:
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self.count:
             return
-        from torch.distributed.elastic.multiprocessing.subprocess_handler import handlers
-
-        handlers.SubprocessHandler = self._usual
         with self._lock:
             self._is_over.set()
             self._wanted.set()
@@ -160,7 +141,7 @@ class Spare:
                 [sys.executable, *words],
                 env=self.environment,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # as torch's launcher starts a rank
+                start_new_session=True,  # as torch starts a rank
             )
 
     def word(self) -> bytes:

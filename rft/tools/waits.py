@@ -296,6 +296,9 @@ run/control_socket.py
 ControlSocket._serve | whoever asks `rft engines` | none: a thread of its own | nothing waits for \
 it
 ControlSocket.close | its thread | what is left of the grace | left behind, a daemon
+run/children.py
+run | the ranks' end | none: it is the wait for that | one has failed: the others end within 30 s, \
+or are killed; stopped: within `shutdown_grace_s`
 run/elastic.py
 until_ended | ports of ranks that failed | `PAUSE_S` | ranks are started again
 run/fleet.py
