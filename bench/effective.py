@@ -10,8 +10,7 @@ state kept in memory, the disk far away, and restart budgets that never end. A f
 a rank, all ranks, the engine, the explorer, the buffer or a checkpoint agent: hands of all six in
 an order that is drawn, as are the step of the ten and the moment in it.
 
-    clean        a step's seconds: the median of the calm steps before the first failure and after
-                 the last
+    clean        a step's seconds: the median of all calm ones
     effective    clean seconds of the steps with failures / the seconds that they took
     lost         seconds of the ten steps around a failure, less ten clean ones; of the calm ten:
                  what chance gives and takes
@@ -196,9 +195,7 @@ def hit(run: ChaosRun, failure: Failure) -> list[psutil.Process]:
 
 
 def costs(steps: Steps, failures: list[Failure]) -> tuple[float, list[Cost], float]:
-    """A clean step's seconds; what each ten steps cost, the calm ones' first and last; the share
-    that was effective.
-    """
+    """A clean step's seconds; what each ten steps cost; the share that was effective."""
     first, again = dict[int, float](), list[float]()
     for when, step in steps:
         if first.setdefault(step, when) < when:
@@ -214,8 +211,8 @@ def costs(steps: Steps, failures: list[Failure]) -> tuple[float, list[Cost], flo
         if failure and failure.part in OF_RANKS:
             under_way = failure.at - max(when for when, _ in steps if when <= failure.at)
             thrown = made_again + min(1.0, under_way / clean)
-        part = failure.part if failure else NONE
-        told.append(Cost(part, ended - begun - EACH * clean, made_again, thrown))
+        seconds, part = ended - begun - EACH * clean, failure.part if failure else NONE
+        told.append(Cost(part, seconds, made_again, thrown))
     disturbed = first[starts[-1]] - first[starts[1]]
     return clean, told, EACH * len(failures) * clean / disturbed
 
@@ -226,8 +223,8 @@ def say(name: str, steps: Steps, failures: list[Failure], problems: list[str], s
     for part in (NONE, *KINDS):
         mine = [one for one in told if one.part == part]
         lost[part] = [round(one.seconds, 1) for one in mine]
-        mean, thrown = (sum(one[at] for one in mine) / len(mine) for at in (1, 3))
-        later[part] = mean + thrown * (STEP_S - clean)
+        mean = sum(one.seconds for one in mine) / len(mine)
+        later[part] = mean + sum(one.thrown for one in mine) / len(mine) * (STEP_S - clean)
         cells = [f"{mean:.1f}", f"{max(lost[part]):.1f}", str(max(one.again for one in mine))]
         rows.append([part, str(len(mine)), *cells, f"{later[part]:.1f}"])
     report.table(
