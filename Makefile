@@ -118,6 +118,7 @@ bench: $(CPU)/.installed
 	$(RUN) -m bench.versions --steps 20
 	$(RUN) -m bench.save_plan
 	$(RUN) -m bench.recovery --quick
+	$(RUN) -m bench.effective --quick
 	$(RUN) -m bench.every_step --quick
 	$(RUN) -m bench.packing --quick
 	$(RUN) -m bench.logprobs --quick

@@ -103,7 +103,7 @@ PARTS = {
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-versions": Part([["-m", "bench.versions"], ["-m", "bench.save_plan"]]),
     "bench-node-loss": Part([["-m", "bench.node_loss"]]),
-    "bench-recovery": benches("recovery", "every_step"),
+    "bench-recovery": benches("recovery", "effective", "every_step"),
     "history": Part([["-m", "bench.history"]]),
     "bench-loop": benches("weight_sync", "observe", "rollout"),
     **{
