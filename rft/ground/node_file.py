@@ -36,15 +36,17 @@ def held(name: str) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         try:
             link = scratch.shared_place() / short
-            own = os.memfd_create(short)
-            stack.callback(os.close, own)
-            target = f"/proc/{os.getpid()}/fd/{own}"
-            while (file := _opened(link)) is None:
-                with contextlib.suppress(FileExistsError):  # another one was faster
-                    link.symlink_to(target)
+            file = _opened(link)
+            while file is None:
+                own = os.memfd_create(short)
+                try:
+                    link.symlink_to(f"/proc/{os.getpid()}/fd/{own}")
+                    stack.callback(link.unlink, missing_ok=True)
+                    file = own
+                except FileExistsError:  # another one was faster
+                    os.close(own)
+                    file = _opened(link)
             stack.callback(os.close, file)
-            if os.readlink(link) == target:
-                stack.callback(link.unlink, missing_ok=True)
             path = f"/proc/{os.getpid()}/fd/{file}"
         except OSError as error:
             log.warning("every worker reads all that it needs for itself: %s", error)
