@@ -39,12 +39,12 @@ def held(name: str) -> Iterator[str]:
             file = _opened(link)
             while file is None:
                 own = os.memfd_create(short)
+                stack.callback(os.close, own)
                 try:
                     link.symlink_to(f"/proc/{os.getpid()}/fd/{own}")
                     stack.callback(link.unlink, missing_ok=True)
-                    file = own
+                    file = os.dup(own)
                 except FileExistsError:  # another one was faster
-                    os.close(own)
                     file = _opened(link)
             stack.callback(os.close, file)
             path = f"/proc/{os.getpid()}/fd/{file}"
