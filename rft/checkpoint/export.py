@@ -103,7 +103,7 @@ def export(
             tensors = in_files(tensors, Dims.of(hf)) + carried(Path(source), Dims.of(hf))
         for file in checkpoint.files():
             # open now, as many as may be: retention may take the directory away meanwhile
-            file.chunk(0)
+            file.open()
         total = sum(tensor.bytes for tensor in tensors)
         with draft_of(target, disk) as draft:
             _check_space(draft, total, disk)

@@ -1,7 +1,7 @@
 """What was written to disk and still lies in the slots that it was staged in, by its hashes.
 
     agent   Lying.of: window, hashes of the file ──► answer of an agent that rests
-    rank    LeftChunks.get(digest) ──► the chunk, or None: it is read from disk
+    rank    LeftChunks.take(digest) ──► the chunk, or what is read from disk
 
 In: slots and what they held when they were written. Out: chunks. Invariant: nobody keeps them, and
 what has been staged since may lie over them, so each is compared before it is handed out.
@@ -9,12 +9,13 @@ what has been staged since may lie over them, so each is compared before it is h
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import xxhash
 
 from rft.checkpoint.records import CHUNK, Window
+from rft.ground.node_file import Content
 
 
 class Lying(msgspec.Struct, frozen=True):
@@ -44,15 +45,15 @@ class LeftChunks:
         }
         self._views: dict[int, memoryview] = {}  # by descriptor
 
-    def get(self, digest: str, count: int) -> memoryview | None:
+    def take(self, digest: str, count: int, read: Callable[[], Content]) -> Content:
         """That chunk, of `count` bytes."""
         if digest not in self._places:
-            return None
+            return read()
         descriptor, at = self._places[digest]
         found = self._view(descriptor)[at : at + count]
         if xxhash.xxh3_128_hexdigest(found) != digest:
             del self._places[digest]
-            return None
+            return read()
         self.taken += count
         return found
 

@@ -46,6 +46,7 @@ from rft.checkpoint.storage import NotAFile, Storage, read_at
 from rft.checkpoint.writer import file_name, receipt_name
 from rft.ground import delta
 from rft.ground.names import ITEM_BYTES
+from rft.ground.node_file import Content
 
 log = logging.getLogger(__name__)
 CRITIC = "critic."  # keys of a critic's tensors begin so
@@ -53,7 +54,8 @@ SHOWN = 8  # tensors named in one message
 AGAIN_S = 0.5  # between two tries of what has failed
 PART, BASE_PART = 8, 64  # of a save, and of each that it is a patch of
 Found = TypeVar("Found")
-Left = Callable[[str, int], memoryview | None]
+# of a digest, a length, and what reads and verifies that chunk: the chunk, verified
+Take = Callable[[str, int, Callable[[], Content]], Content]
 
 
 class Damaged(RuntimeError):
@@ -157,7 +159,6 @@ class RankFile:
     """The bytes of one rank, verified chunk by chunk as they are read; the last chunk is kept.
 
     `before`: finds the file that a patch (a receipt, at a place) begins from, when that is needed.
-    `left`: of a digest and a length, a chunk that lies in memory; it was compared.
     """
 
     def __init__(
@@ -165,12 +166,11 @@ class RankFile:
         files: OpenFiles,
         receipt: Receipt,
         before: "Callable[[Receipt, str], RankFile]",
-        left: Left | None = None,
     ):
         self.name, self.bytes = receipt.file, receipt.bytes
         self._files, self._receipt, self._before = files, receipt, before
-        self._left = left or (lambda digest, count: None)
-        self._kept: tuple[int, bytes | memoryview] = (-1, b"")
+        self.take: Take = lambda digest, count, read: read()
+        self._kept: tuple[int, Content] = (-1, b"")
         self._starts: list[int] = []  # of frames
         self._memory = bytearray()  # of a patched chunk, until the next
 
@@ -178,19 +178,27 @@ class RankFile:
         """Raises Damaged, naming the file and the chunk, or StorageUnreachable."""
         return of_chunks(self.chunk, start, count)
 
-    def chunk(self, number: int) -> bytes | memoryview:
+    def open(self) -> None:
+        """All that it is made of: it stays readable when retention takes its directory away."""
+        self._files.read(self.name, 0, 0)
+        if self._receipt.patch is not None:
+            self._before(self._receipt, self._files.where(self.name)).open()
+
+    def chunk(self, number: int) -> Content:
         if self._kept[0] != number:
-            digest = self._receipt.chunks[number]
-            lies = self._left(digest, min(CHUNK, self.bytes - number * CHUNK))
-            data = self._content(number) if lies is None else lies
-            if lies is None and xxhash.xxh3_128_hexdigest(data) != digest:
-                where = self._files.where(self.name)
-                words = f"{where} was changed: chunk {number} differs from what was written"
-                raise Damaged(words, self.name, number)
-            self._kept = (number, data)
+            digest, count = self._receipt.chunks[number], min(CHUNK, self.bytes - number * CHUNK)
+            self._kept = (number, self.take(digest, count, lambda: self._verified(number)))
         return self._kept[1]
 
-    def _content(self, number: int) -> bytes | memoryview:
+    def _verified(self, number: int) -> Content:
+        data = self._content(number)
+        if xxhash.xxh3_128_hexdigest(data) != self._receipt.chunks[number]:
+            where = self._files.where(self.name)
+            words = f"{where} was changed: chunk {number} differs from what was written"
+            raise Damaged(words, self.name, number)
+        return data
+
+    def _content(self, number: int) -> Content:
         """A chunk that is not verified yet: as it lies there, or made of the base's. Of those
         between only the deltas are read: a wrong one makes a wrong chunk.
         """
@@ -459,11 +467,8 @@ class Checkpoint(Pieces):
     StorageUnreachable.
     """
 
-    def __init__(
-        self, storage: Storage, path: str, patience_s: float = 0.0, left: Left | None = None
-    ):
+    def __init__(self, storage: Storage, path: str, patience_s: float = 0.0):
         there = SealedDirectory(storage, path, patience_s)
-        self._left = left
         self.path, self.manifest, self._files = path, there.manifest, there.files
         world, collection = self.manifest.world, path.rpartition("/")[0]
         receipts = [there.receipt(rank) for rank in range(world)]
@@ -473,7 +478,7 @@ class Checkpoint(Pieces):
         super().__init__(there.where, receipts, self._file)
 
     def _file(self, receipt: Receipt) -> RankFile:
-        return RankFile(self._files, receipt, self._bases.file, self._left)
+        return RankFile(self._files, receipt, self._bases.file)
 
     def whole(self, key: str) -> np.ndarray:
         """A whole tensor, in its shape, as unsigned integers."""
@@ -503,6 +508,11 @@ class Checkpoint(Pieces):
         for receipt in self.receipts:
             if receipt.file == file:
                 self._file(receipt).chunk(chunk)
+
+    def take_from(self, take: Take) -> None:
+        """From now on chunks are read where `take` has them read."""
+        for file in self.files():
+            file.take = take
 
     def files(self) -> Iterator[RankFile]:
         held = {id(file): file for found in self._pieces.values() for file, _ in found}

@@ -462,7 +462,9 @@ def _read(
     """Fill this rank's part of the policy: (what became of it, small objects, loop state)."""
     part, small, loop = ReadReport(host=socket.gethostname()), {}, {}
     try:
-        with Checkpoint(storage, path, patience_s, left.get if left else None) as checkpoint:
+        with Checkpoint(storage, path, patience_s) as checkpoint:
+            if left is not None:
+                checkpoint.take_from(left.take)
             _read_pieces(checkpoint, policy)
             small, loop = _small(checkpoint, ranks, layout), dict(checkpoint.manifest.loop)
     except Mismatch as error:

@@ -22,10 +22,14 @@ MISSED, UNREACHABLE, BROKEN, DAMAGED = "missed", "unreachable", "broken", "damag
 
 
 class InSave(Record, frozen=True, tag=True):
-    """A committed save of the weights: the directory `path` below `root`, a path or URL."""
+    """A committed save of the weights: the directory `path` below `root`, a path or URL.
+
+    `node_file`: what readers on this node have in common while they read it; "": nothing.
+    """
 
     root: str
     path: str
+    node_file: str = ""
 
 
 class InStore(Record, frozen=True, tag=True):

@@ -35,6 +35,7 @@ SEGMENTS = "vllm_dist_"  # a file that vLLM's workers meet at; their segments ha
 NAMELESS = re.compile(r"/dev/shm/((?:psm_|sem\.mp-)\S+)")
 SEEN = "shared_memory"  # in a directory: names and inodes
 UNSEEN_S = 5.0  # between two looks of an owner, and some more
+LINKS = "node-file-"  # of `rft.ground.node_file`
 RAY = (
     "ray_sessions"  # in a directory: the process that started a Ray, and where that keeps its files
 )
@@ -131,7 +132,16 @@ def sweep() -> list[Path]:
                     swept.append(directory)
             except OSError as error:
                 log.warning("%s could not be swept: %s", directory, error)
+        for link in _place().glob(f"{LINKS}*"):
+            if not os.path.exists(link):
+                link.unlink(missing_ok=True)
     return swept
+
+
+def shared_place() -> Path:
+    """A directory that all processes of this user find on this node. Raises OSError."""
+    _own(_place())
+    return _place()
 
 
 def _place() -> Path:

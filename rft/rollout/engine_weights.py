@@ -34,6 +34,7 @@ from rft.ground.rounds import (
     AdapterOrder,
     AtPath,
     Holding,
+    InSave,
     Installed,
     Received,
     Round,
@@ -54,6 +55,7 @@ WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's words for the parts of an engin
 # of vLLM's sleep: 2 would forget the weights, and a round that fails leaves the old ones to be
 # served
 LEVEL = 1
+LOAD_S = 900.0  # a large model from a slow disk
 P, T = ParamSpec("P"), TypeVar("T")
 
 
@@ -226,11 +228,16 @@ class EngineWeights:
             return await self._install(coming)
 
     @tells_its_death
-    async def load_weights_from(self, path: str, version: int) -> Installed:
+    async def load_weights_from(self, place: str | InSave, version: int) -> Installed:
         """Install the safetensors of a Hugging Face directory, or the weights of a committed save,
         as `version`: the same round, from files.
         """
-        return await self._install(Round(version=version, location=AtPath(path=path)))
+        if isinstance(place, str):
+            return await self._install(Round(version=version, location=AtPath(path=place)))
+        coming = Round(version=version, timeout=LOAD_S, location=place)
+        if (staged := await self.stage(coming)).error:
+            raise RoundFailed(f"{self.name}: {staged.error}", staged.blame)
+        return await self._install(coming)
 
     async def weight_version(self) -> int:
         return self._version

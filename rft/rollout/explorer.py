@@ -41,6 +41,7 @@ from rft.ground.experience import (
     encode,
 )
 from rft.ground.protocols import RETURN_S, ActorHandle
+from rft.ground.rounds import InSave
 from rft.monitor import trace
 from rft.rollout import workflows
 from rft.rollout.answers import AnswerKeeper, Kept
@@ -550,11 +551,11 @@ class Explorer:
             self._break(error)
             raise
 
-    async def load_weights(self, path: str, version: int) -> None:
+    async def load_weights(self, place: str | InSave, version: int) -> None:
         """Bench mode: every engine loads a Hugging Face directory, or a committed save."""
         await asyncio.gather(
             *(
-                m.handle.ask(RolloutEngine.load_weights_from, path, version)
+                m.handle.ask(RolloutEngine.load_weights_from, place, version)
                 for m in self.pool.open()
             )
         )

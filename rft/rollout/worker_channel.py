@@ -35,9 +35,19 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rft.ground import node_file
 from rft.ground.experience import Record, decode, encode
 from rft.ground.process import AT_ONCE, HEADER, Frames, frame
-from rft.ground.rounds import BROKEN, UNREACHABLE, InFile, InStore, Received, Round, RoundFailed
+from rft.ground.rounds import (
+    BROKEN,
+    UNREACHABLE,
+    InFile,
+    InSave,
+    InStore,
+    Received,
+    Round,
+    RoundFailed,
+)
 
 HELLO_S = 10.0  # for the word, from the connection to its last byte
 HELLO_BYTES = 2**10
@@ -150,8 +160,13 @@ async def within_reach(coming: Round) -> AsyncIterator[Round]:
 
     What lies in Ray's object store is copied into one file in memory. It has no name of its own:
     workers reach it through this process, so nothing is left when this process is killed. It is
-    there until the block is left; a bucket of the store is held no longer than its copy takes.
+    there until the block is left; a bucket of the store is held no longer than its copy takes. Of a
+    save there is such a file too, for all engines of the node: workers fill it.
     """
+    if isinstance(save := coming.location, InSave):
+        with node_file.held(f"{save.root}/{save.path}") as path:
+            yield replace(coming, location=replace(save, node_file=path))
+        return
     if not isinstance(coming.location, InStore):
         yield coming
         return

@@ -8,7 +8,6 @@ all sets is not evaluated again.
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rft import config as configs
@@ -16,6 +15,7 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import Config
 from rft.ground.experience import EvalResult, decode
 from rft.ground.protocols import ActorHandle
+from rft.ground.rounds import InSave
 from rft.rollout.explorer import Explorer, ExplorerHandle
 from rft.run.stages import exports, saved_version
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
@@ -87,7 +87,7 @@ def evaluate_checkpoints(config: Config, explorer: ExplorerHandle) -> None:
     done = {int(row["step"]) for row in reported}
     if done == {0}:  # a monitor that goes on from step 0 begins anew
         done = set()
-    left = [(step, path) for step, path in chosen(config) if step not in done]
+    left = [(step, place) for step, place in chosen(config) if step not in done]
     if done:
         print(
             f"bench: {len(done)} version(s) are in {job / 'bench'} already, {len(left)} to go",
@@ -100,8 +100,8 @@ def evaluate_checkpoints(config: Config, explorer: ExplorerHandle) -> None:
         f"{config.name}_bench",
         resume_step=max(done, default=0),
     )
-    for step, path in left:
-        ray.get(explorer.ask(Explorer.load_weights, str(path), step), timeout=START_S)
+    for step, place in left:
+        ray.get(explorer.ask(Explorer.load_weights, place, step), timeout=START_S)
         metrics = {}
         for reply in ray.get(explorer.ask(Explorer.evaluate, step)):
             outcome = decode(reply, EvalResult)
@@ -118,12 +118,14 @@ def is_whole(row: dict[str, Any], names: list[str]) -> bool:
     return all(f"bench/{name}/accuracy" in row for name in names)
 
 
-def chosen(config: Config) -> list[tuple[int, Path | str]]:
-    """(step, directory) of the models that a bench evaluates: exports, or one version's save."""
+def chosen(config: Config) -> list[tuple[int, str | InSave]]:
+    """(step, place) of the models that a bench evaluates: directories of exports, or one version's
+    save.
+    """
     if (version := config.explorer.version) is not None:
         return [(version, saved_version(config, version))]
-    exported = exports(configs.job_dir(config))
+    exported = [(step, str(path)) for step, path in exports(configs.job_dir(config))]
     if config.explorer.bench_on_latest_checkpoint:
         return exported[-1:]
-    base = [(0, Path(config.model.model_path))] if config.explorer.eval_on_startup else []
+    base = [(0, str(config.model.model_path))] if config.explorer.eval_on_startup else []
     return [*base, *exported]

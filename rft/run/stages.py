@@ -22,6 +22,7 @@ from rft.config import TRAINING, Config, ConfigError, checkpoint_root, is_remote
 from rft.extras.pipeline import tasks
 from rft.ground import hubs
 from rft.ground.errors import refuse_all
+from rft.ground.rounds import InSave
 
 RESULT = "result.json"  # in the job's directory
 
@@ -167,8 +168,8 @@ def export_dir(job: Path, step: int) -> Path:
     return job / "huggingface" / f"step_{step:08d}"
 
 
-def saved_version(config: Config, version: int) -> str:
-    """Path or URL of the save with the weights of that policy version."""
+def saved_version(config: Config, version: int) -> InSave:
+    """The save with the weights of that policy version."""
     root = checkpoint_root(config)
     path = catalog.weights_of(open_storage(root), version)
     if path is None:
@@ -176,7 +177,7 @@ def saved_version(config: Config, version: int) -> str:
             f"explorer.version={version}: {root} has no weights of that version; `rft ckpt ls` "
             "tells which there are, and trainer.checkpoint.versions=all keeps every one"
         )
-    return f"{root}/{path}"
+    return InSave(root=root, path=path)
 
 
 def check_exports(config: Config) -> None:

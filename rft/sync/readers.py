@@ -3,8 +3,8 @@
 
     Round with InFile ──► map ─► every bucket: xxh3-128 of its bytes against the trainer's
                               ─► rows or columns of the tensors that they belong to
-    Round with InSave ──► open ─► manifest, receipts ─► slabs of rows, every byte checked
-                              ─► rows or columns of the tensors
+    Round with InSave ──► open ─► manifest, receipts ─► slabs of rows, every byte checked, on each
+                              node by one (`rft.ground.node_file`) ─► rows or columns of the tensors
 
 Both run in a thread beside the decoding, into memory that the next `stage` overwrites, and take of
 a tensor what this worker needs (`rft.sync.plan.needed`). Invariant: tensors come out only when all
@@ -12,10 +12,12 @@ of a worker's part was read, every byte of it is what was written, and it is the
 announced.
 """
 
+import logging
 import mmap
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Protocol
 
@@ -23,12 +25,13 @@ import numpy as np
 import torch
 
 from rft.checkpoint import export
-from rft.checkpoint.catalog import step_of
 from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, StorageUnreachable
-from rft.checkpoint.records import MANIFEST
-from rft.checkpoint.sharding import MODEL, Claim
-from rft.checkpoint.storage import Storage, open_storage
+from rft.checkpoint.records import CHUNK
+from rft.checkpoint.sharding import Claim
+from rft.checkpoint.storage import open_storage
+from rft.ground import host_memory
 from rft.ground.names import read_hf_config
+from rft.ground.node_file import NodeFile
 from rft.ground.protocols import Block
 from rft.ground.rounds import InFile, InSave, Round, TrainerInfo
 from rft.sync import plan as plans
@@ -45,6 +48,8 @@ from rft.sync.plan import (
     part_of,
     row_bytes,
 )
+
+log = logging.getLogger(__name__)
 
 
 class WeightReader(Protocol):
@@ -193,10 +198,11 @@ class SavedWeights(StoredWeights):
     """Saves of a trainer that may be on another cluster, or gone.
 
     A save that is damaged, of another model or gone is nobody's fault here: it is `PeerRefused`,
-    the engine keeps what it serves and waits for the next one. Chunks are read that hold something
+    the engine keeps what it serves and waits for the next one. Chunks are taken that hold something
     of the worker's part; of a tensor that it takes in columns these are all, unless ranks have
-    saved it in columns. `model`: the directory that the engine was started from, whose config.json
-    names the tensors.
+    saved it in columns. Each is read and verified by the first reader of the node that needs it;
+    the others, of this engine or another, take it from the file in memory that they have in common.
+    `model`: the directory that the engine was started from, whose config.json names the tensors.
     """
 
     def __init__(self, model: str, device: torch.device, share: Share = WHOLE):
@@ -214,16 +220,21 @@ class SavedWeights(StoredWeights):
         try:
             with Checkpoint(open_storage(coming.location.root), coming.location.path) as saved:
                 manifest = saved.manifest
-                if (manifest.seal, manifest.step) != (coming.digest, coming.version):
+                announced = coming.digest or manifest.seal, coming.version
+                if (manifest.seal, manifest.step) != announced:
                     raise Mismatch(
                         f"{saved.where} is save {manifest.id} of version {manifest.step}, "
                         f"not the one that was announced as version {coming.version}"
                     )
                 for file in saved.files():
-                    # open now: retention may take the directory away meanwhile, open files stay
-                    # readable
-                    file.chunk(0)
-                return self._read(saved, export.plan(saved, read_hf_config(self.model)))
+                    file.open()
+                tensors = export.plan(saved, read_hf_config(self.model))
+                if not _is_room(coming.location.node_file, tensors):
+                    return self._read(saved, tensors)
+                digests = chain.from_iterable(receipt.chunks for receipt in saved.receipts)
+                with closing(NodeFile(coming.location.node_file, digests, CHUNK)) as common:
+                    saved.take_from(common.take)
+                    return self._read(saved, tensors)
         except (Damaged, Mismatch, StorageUnreachable) as error:
             raise PeerRefused(str(error)) from error
 
@@ -248,6 +259,17 @@ class SavedWeights(StoredWeights):
         return found
 
 
+def _is_room(node_file: str, tensors: list[export.Tensor]) -> bool:
+    """For all weights once more, beside those that workers hold and may not have touched yet."""
+    if not node_file:
+        return False
+    size = sum(tensor.bytes for tensor in tensors)
+    free = host_memory.available() + Path(node_file).stat().st_blocks * 512
+    if not (fits := 2 * size <= free):
+        log.info("%d bytes of memory are free: every worker reads for itself", free)
+    return fits
+
+
 def _within(claim: Claim, block: Block) -> Claim | None:
     """What `block` has of a claim."""
     dim, offset, shape = block.dim, list(claim.offset), list(claim.shape)
@@ -259,15 +281,9 @@ def _within(claim: Claim, block: Block) -> Claim | None:
 
 
 def file_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a Hugging Face directory's safetensors files, or every weight of a committed
-    save.
-    """
+    """Every tensor of a Hugging Face directory's safetensors files."""
     from safetensors import safe_open
 
-    root, name = export.split(path)
-    if step_of(name) is not None and MANIFEST in (storage := open_storage(root)).list(name):
-        yield from _saved_tensors(storage, name)
-        return
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{path} holds no *.safetensors")
@@ -275,11 +291,3 @@ def file_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 yield name, opened.get_tensor(name)
-
-
-def _saved_tensors(storage: Storage, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    with Checkpoint(storage, name) as saved:
-        for key, (dtype, shape) in saved.tensors.items():
-            if key.startswith(MODEL):
-                flat = torch.from_numpy(saved.whole(key).reshape(-1).view(np.uint8))
-                yield key.removeprefix(MODEL), flat.view(getattr(torch, dtype)).reshape(shape)

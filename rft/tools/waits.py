@@ -168,6 +168,9 @@ ground/durable.py
 lock | another holder | the caller's: `FETCH_S` of a download, `BEFORE_S` of a sidecar, else 0 | \
 the caller says who
 take | another holder | 0: it does not wait | -
+ground/node_file.py
+NodeFile.take | another reader of the node that reads the same part | none: the end of its read, \
+or its own | read here
 ground/process.py
 messages | the next part of a message | the socket's, none without one: the other end's death | -
 one_message.exactly | a whole message | the caller's | BrokenFrame, or TimeoutError

@@ -164,6 +164,13 @@ def test_a_version_that_was_kept_is_served_by_its_number(
         assert ray.get(one.follow.remote(str(root))) == version
         assert_serves(first_weights, model_dirs[which], version)
         ray.get(one.leave.remote("engine_0", "test"))
+    patch = InSave(root=str(root), path="versions/v_00000005")
+    # without a synchronizer, as mode=bench does
+    ray.get(first_weights.load_weights_from.remote(patch, 5), timeout=60)
+    assert_serves(first_weights, model_dirs[1], 5)
+    with pytest.raises(RuntimeError, match="of version 5, not the one that was announced"):
+        ray.get(first_weights.load_weights_from.remote(patch, 6), timeout=60)
+    assert_serves(first_weights, model_dirs[1], 5)
     none = synchronizer_of(first_weights, root=str(root), version=7)
     with pytest.raises(Exception, match="has no weights of version 7"):
         ray.get(none.follow.remote(str(root)))

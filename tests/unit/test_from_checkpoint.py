@@ -1,18 +1,25 @@
 """Saved weights as an engine worker and a synchronizer without a trainer find them."""
 
 import asyncio
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from msgspec.structs import replace
 from safetensors.torch import load_file
 from states import State, managed, save
 
 from rft.checkpoint.catalog import read_manifest
 from rft.checkpoint.reader import RankFile
+from rft.checkpoint.records import CHUNK
 from rft.checkpoint.storage import open_storage
+from rft.ground import node_file
+from rft.ground.experience import encode
 from rft.ground.rounds import InSave, Round
 from rft.sync import stored_versions
 from rft.sync.connection import PeerRefused
@@ -22,6 +29,8 @@ from rft.sync.stored_versions import Refusal, Saved, SavedVersions, find
 from rft.tools.toy import write_model
 
 SHAPE = {"hidden": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
+# some chunks of 8 MiB, of tensors of 2 MiB
+LARGE = {"hidden": 768, "layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "ffn": 1536}
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +96,40 @@ def test_workers_read_and_hold_their_part(
         assert wanted.keys() - staged.keys() <= {"model.embed_tokens.weight"}, "padding alone"
         assert (reader.size(staged), sum(read)) == (held, asked)
         assert held < 1.2 * sum(value.nbytes for value in wanted.values()) / workers
+
+
+@pytest.mark.parametrize("common", [True, False])
+def test_workers_of_a_node_read_each_byte_once(tmp_path: Path, common: bool) -> None:
+    """Two processes, as if of two engines of two workers: together all chunks, none of them twice.
+    Without the file that they have in common they read most of it twice.
+    """
+    model = write_model(tmp_path / "model", "qwen3", **LARGE)
+    wanted, root = tensors_of(model, torch.bfloat16), tmp_path / "root"
+    saved(root, wanted, 3)
+    size = sum(file.stat().st_size for file in (root / "weights/v_00000003").glob("*.bin"))
+    assert 4 * CHUNK < size < 1.01 * sum(value.nbytes for value in wanted.values())
+    coming, name = round_of(root, 3), "a save"
+    with node_file.held(name) as one, node_file.held(name) as other:
+        rounds = [
+            replace(coming, location=replace(coming.location, node_file=path if common else ""))
+            for path in (one, other)
+        ]
+        command = [sys.executable, str(Path(__file__).with_name("reading_worker.py")), str(model)]
+        workers = [
+            subprocess.Popen([*command, str(number), encode(one).hex()], stdout=subprocess.PIPE)
+            for number, one in enumerate(rounds)
+        ]
+        told = [json.loads(worker.communicate()[0]) for worker in workers]
+    for number, said in enumerate(told):
+        share = Share(worker=number, workers=2, kv_heads=LARGE["kv_heads"])
+        for key, value in wanted.items():
+            dim, start, stop = needed(key, tuple(value.shape), share)
+            part = (value + 3).narrow(dim, start, stop - start).contiguous()
+            assert said["digests"][key] == xxhash.xxh3_128_hexdigest(
+                part.view(torch.int16).numpy()
+            ), key
+    read = sum(said["read"] for said in told)
+    assert read == size if common else read > 1.5 * size
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:

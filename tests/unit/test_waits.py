@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "rft"
 CALLS = {
     *("ray.get", "ray.wait", "select.select", "await_end", "end_descendants", "accepted"),
     *("asyncio.wait", "asyncio.wait_for", "asyncio.timeout", "answered"),
-    *("asyncio.sleep", "time.sleep", "os.wait", "os.waitpid", "fcntl.flock"),
+    *("asyncio.sleep", "time.sleep", "os.wait", "os.waitpid", "fcntl.flock", "fcntl.lockf"),
     *("subprocess.run", "socket.create_connection", "urllib.request.urlopen"),
 }
 # methods of processes, conditions, events, threads, futures, sockets, HTTP connections
