@@ -1,7 +1,7 @@
 """One start of the trainer ranks of this machine: torch's processes, and its watch over them.
 
     launcher (`rft.run.elastic`) ──► run: a store on loopback, a process per rank
-            Ranks._start ──► take(command, environment): one that is there already (`rft.run.spare`)
+            RankProcesses._start ──► take(command, environment): one that is there already (`rft.run.spare`)
                          ──► None: a new one
             the first that fails ──► the others are ended ──► ChildFailedError, with all exit codes
 
@@ -35,7 +35,7 @@ STORE_S = 600  # for an answer of the store; torch's own
 LOOK_S = 0.1  # at whether a rank has ended
 
 
-class Handler(SubprocessHandler):
+class RankHandler(SubprocessHandler):
     """Of a rank whose process may be there already."""
 
     def __init__(self, take: Take, **given: Any):
@@ -46,7 +46,7 @@ class Handler(SubprocessHandler):
         return self._take(args, env) or super()._popen(args, env)
 
 
-class Ranks(SubprocessContext):
+class RankProcesses(SubprocessContext):
     """Torch's, with such handlers."""
 
     def __init__(self, take: Take, **given: Any):
@@ -55,7 +55,7 @@ class Ranks(SubprocessContext):
 
     def _start(self) -> None:
         self.subprocess_handlers = {
-            rank: Handler(
+            rank: RankHandler(
                 self._take,
                 entrypoint=self.entrypoint,
                 args=self.args[rank],
@@ -91,7 +91,7 @@ def run(words: Sequence[str], count: int, name: str, port: int, grace_s: int, ta
     }
     every = range(count)
     with tempfile.TemporaryDirectory(prefix="rft-ranks-") as errors:
-        ranks = Ranks(
+        ranks = RankProcesses(
             take,
             name="trainer",
             entrypoint=sys.executable,
