@@ -19,7 +19,7 @@ an order that is drawn, as are the step of the ten and the moment in it.
 Out: tables, and one last line of JSON. Bar: effective at least 0.90, 135M, clean steps of at least
 20 s, each part twice. Elsewhere seconds are told, and what they would come to at 20 s a step. That
 is a projection: what ranks lose of their own work (steps again, the one under way) is taken for so
-much longer, rollouts that are made again are not.
+much longer, rollouts that are made again are not. A part that died unasked is a problem, and told.
 """
 
 import argparse
@@ -57,7 +57,7 @@ BACK = re.compile(r"^trainer: back from ")
 # shapes; tasks of a step; the most tokens of an answer, and of a rank's microbatch
 MODELS: dict[str, tuple[dict[str, int], int, int, int]] = {
     "quickstart": ({}, 32, 8, 8192),
-    "135m": ({**SHAPES, "vocab": VOCABULARY}, 16, 32, 2048),
+    "135m": (SHAPES | {"vocab": VOCABULARY}, 16, 32, 2048),
 }
 Steps = list[tuple[float, int]]  # when which was told
 
@@ -123,6 +123,9 @@ def whole(top: Path, name: str, failures: list[Failure]) -> tuple[Steps, list[st
         reached(run, count)
         code = run.process.wait(GIVEN_UP_S)
         problems = [f"exit code {code}"] if code else exactly_once(top / "rft" / "run", count)
+        died = [line for _, line in run.lines if f" of {RESTARTS}" in line]
+        if len(died) > len(failures):
+            problems += ["more died than were killed:", *died]
         back = [line for _, line in run.lines if BACK.match(line)]
         print(*back, *problems, sep="\n", flush=True)
     finally:
@@ -143,7 +146,6 @@ def arguments(top: Path, name: str, count: int) -> list[str]:
         f"model.max_response_tokens={answer}",
         f"buffer.batch_size={tasks}",
         "buffer.total_epochs=1000000",
-        # random weights earn something too
         f"buffer.explorer_input.default_reward_fn_type={REPOSITORY}/tests/e2e/letters.py:reward",
         f"buffer.explorer_input.taskset.path={top / 'train.jsonl'}",
         "explorer.rollout_model.kv_cache_gb=0.5",
@@ -198,8 +200,7 @@ def costs(steps: Steps, failures: list[Failure]) -> tuple[float, list[Cost], flo
     """A clean step's seconds; what each ten steps cost; the share that was effective."""
     first, again = dict[int, float](), list[float]()
     for when, step in steps:
-        if first.setdefault(step, when) < when:
-            again.append(when)
+        again += [when] if first.setdefault(step, when) < when else []
     starts = [FIRST + EACH * number for number in range(len(failures) + 2)]
     calm = [step for start in (starts[0], starts[-1]) for step in range(start, start + EACH)]
     clean = report.median([first[step + 1] - first[step] for step in calm])
@@ -211,8 +212,8 @@ def costs(steps: Steps, failures: list[Failure]) -> tuple[float, list[Cost], flo
         if failure and failure.part in OF_RANKS:
             under_way = failure.at - max(when for when, _ in steps if when <= failure.at)
             thrown = made_again + min(1.0, under_way / clean)
-        seconds, part = ended - begun - EACH * clean, failure.part if failure else NONE
-        told.append(Cost(part, seconds, made_again, thrown))
+        part = failure.part if failure else NONE
+        told.append(Cost(part, ended - begun - EACH * clean, made_again, thrown))
     disturbed = first[starts[-1]] - first[starts[1]]
     return clean, told, EACH * len(failures) * clean / disturbed
 
