@@ -47,8 +47,7 @@ from rft.tools.toy import write_arithmetic, write_model
 OF_RANKS = ("rank", "all ranks")
 NONE = "none"
 KINDS = (*OF_RANKS, "engine", "explorer", "buffer", "checkpoint agent")
-EACH = 10  # steps per failure
-FIRST = 3  # steps that no calm one is among: they are slower
+EACH, FIRST = 10, 3  # steps per failure, and of the begin, which are slower
 EVERY, BAR, STEP_S = 2, 0.90, 20.0  # `EVERY`: times each part is killed, for the bar
 LOOK_S = 0.05
 GIVEN_UP_S = 1200.0  # for ten steps, or for the run's end
@@ -117,8 +116,8 @@ def whole(top: Path, name: str, failures: list[Failure]) -> tuple[Steps, list[st
     count = FIRST + EACH * (len(failures) + 2)
     run = ChaosRun(arguments(top, name, count), top / "run.log")
     try:
-        for number, failure in enumerate(failures, start=1):
-            reached(run, FIRST + EACH * number + failure.step)
+        for start, failure in enumerate(failures, start=1):
+            reached(run, FIRST + EACH * start + failure.step)
             strike(run, failure)
         reached(run, count)
         code = run.process.wait(GIVEN_UP_S)
@@ -235,7 +234,7 @@ def say(name: str, steps: Steps, failures: list[Failure], problems: list[str], s
     )
     mean = sum(later[one.part] for one in failures) / len(failures)
     projected = EACH * STEP_S / (EACH * STEP_S + mean)
-    print(f"effective {effective:.3f}; at {STEP_S:g} s a step {projected:.3f}, a projection")
+    print(f"effective {effective:.3f}; projected for steps of {STEP_S:g} s: {projected:.3f}")
     is_claimed = name == "135m" and clean >= STEP_S and min(map(len, lost.values())) >= EVERY
     report.last_line(
         "effective",
