@@ -19,7 +19,7 @@ an order that is drawn, as are the step of the ten and the moment in it.
 Out: tables, and one last line of JSON. Bar: effective at least 0.90, 135M, clean steps of at least
 20 s, each part twice. Elsewhere seconds are told, and what they would come to at 20 s a step. That
 is a projection: what ranks lose of their own work (steps again, the one under way) is taken for so
-much longer, rollouts that are made again are not.
+much longer, rollouts that are made again are not. A part that died unasked is a problem, and told.
 """
 
 import argparse
@@ -47,8 +47,7 @@ from rft.tools.toy import write_arithmetic, write_model
 OF_RANKS = ("rank", "all ranks")
 NONE = "none"
 KINDS = (*OF_RANKS, "engine", "explorer", "buffer", "checkpoint agent")
-EACH = 10  # steps per failure
-FIRST = 3  # steps that no calm one is among: they are slower
+EACH, FIRST = 10, 3  # steps per failure, and of the begin, which are slower
 EVERY, BAR, STEP_S = 2, 0.90, 20.0  # `EVERY`: times each part is killed, for the bar
 LOOK_S = 0.05
 GIVEN_UP_S = 1200.0  # for ten steps, or for the run's end
@@ -57,7 +56,7 @@ BACK = re.compile(r"^trainer: back from ")
 # shapes; tasks of a step; the most tokens of an answer, and of a rank's microbatch
 MODELS: dict[str, tuple[dict[str, int], int, int, int]] = {
     "quickstart": ({}, 32, 8, 8192),
-    "135m": ({**SHAPES, "vocab": VOCABULARY}, 16, 32, 2048),
+    "135m": (SHAPES | {"vocab": VOCABULARY}, 16, 32, 2048),
 }
 Steps = list[tuple[float, int]]  # when which was told
 
@@ -117,12 +116,15 @@ def whole(top: Path, name: str, failures: list[Failure]) -> tuple[Steps, list[st
     count = FIRST + EACH * (len(failures) + 2)
     run = ChaosRun(arguments(top, name, count), top / "run.log")
     try:
-        for number, failure in enumerate(failures, start=1):
-            reached(run, FIRST + EACH * number + failure.step)
+        for start, failure in enumerate(failures, start=1):
+            reached(run, FIRST + EACH * start + failure.step)
             strike(run, failure)
         reached(run, count)
         code = run.process.wait(GIVEN_UP_S)
         problems = [f"exit code {code}"] if code else exactly_once(top / "rft" / "run", count)
+        died = [line for _, line in run.lines if f" of {RESTARTS}" in line]
+        if len(died) > len(failures):
+            problems += ["more died than were killed:", *died]
         back = [line for _, line in run.lines if BACK.match(line)]
         print(*back, *problems, sep="\n", flush=True)
     finally:
@@ -143,7 +145,6 @@ def arguments(top: Path, name: str, count: int) -> list[str]:
         f"model.max_response_tokens={answer}",
         f"buffer.batch_size={tasks}",
         "buffer.total_epochs=1000000",
-        # random weights earn something too
         f"buffer.explorer_input.default_reward_fn_type={REPOSITORY}/tests/e2e/letters.py:reward",
         f"buffer.explorer_input.taskset.path={top / 'train.jsonl'}",
         "explorer.rollout_model.kv_cache_gb=0.5",
@@ -198,8 +199,7 @@ def costs(steps: Steps, failures: list[Failure]) -> tuple[float, list[Cost], flo
     """A clean step's seconds; what each ten steps cost; the share that was effective."""
     first, again = dict[int, float](), list[float]()
     for when, step in steps:
-        if first.setdefault(step, when) < when:
-            again.append(when)
+        again += [when] if first.setdefault(step, when) < when else []
     starts = [FIRST + EACH * number for number in range(len(failures) + 2)]
     calm = [step for start in (starts[0], starts[-1]) for step in range(start, start + EACH)]
     clean = report.median([first[step + 1] - first[step] for step in calm])
@@ -211,8 +211,8 @@ def costs(steps: Steps, failures: list[Failure]) -> tuple[float, list[Cost], flo
         if failure and failure.part in OF_RANKS:
             under_way = failure.at - max(when for when, _ in steps if when <= failure.at)
             thrown = made_again + min(1.0, under_way / clean)
-        seconds, part = ended - begun - EACH * clean, failure.part if failure else NONE
-        told.append(Cost(part, seconds, made_again, thrown))
+        part = failure.part if failure else NONE
+        told.append(Cost(part, ended - begun - EACH * clean, made_again, thrown))
     disturbed = first[starts[-1]] - first[starts[1]]
     return clean, told, EACH * len(failures) * clean / disturbed
 
@@ -234,7 +234,7 @@ def say(name: str, steps: Steps, failures: list[Failure], problems: list[str], s
     )
     mean = sum(later[one.part] for one in failures) / len(failures)
     projected = EACH * STEP_S / (EACH * STEP_S + mean)
-    print(f"effective {effective:.3f}; at {STEP_S:g} s a step {projected:.3f}, a projection")
+    print(f"effective {effective:.3f}; projected for steps of {STEP_S:g} s: {projected:.3f}")
     is_claimed = name == "135m" and clean >= STEP_S and min(map(len, lost.values())) >= EVERY
     report.last_line(
         "effective",
