@@ -1,7 +1,7 @@
 """One start of the trainer ranks of this machine: torch's processes, and its watch over them.
 
     launcher (`rft.run.elastic`) ──► run: a store on loopback, a process per rank
-            RankProcesses._start ──► take(command, environment): one that is there already (`rft.run.spare`)
+            RankProcesses._start ──► take(command, environment): one that is there already
                          ──► None: a new one
             the first that fails ──► the others are ended ──► ChildFailedError, with all exit codes
 
