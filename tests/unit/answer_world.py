@@ -148,12 +148,15 @@ def journal(directory: Path) -> ExperienceBuffer:
 
 
 def durable_copy(buffer: ExperienceBuffer, source: Path, target: Path) -> None:
-    """What a loss of power leaves at least."""
-    shutil.copytree(source, target)
+    """What a loss of power leaves at least. Not while a thread syncs: between its mark on disk and
+    its `durable` the copy would lack what the mark says is there.
+    """
     made = buffer._ledger.journal
-    last = made._segments[-1]
-    with open(target / last.path.name, "r+b") as file:
-        file.truncate(max(0, made.durable - last.start))
+    with made._syncing:
+        shutil.copytree(source, target)
+        last = made._segments[-1]
+        with open(target / last.path.name, "r+b") as file:
+            file.truncate(max(0, made.durable - last.start))
 
 
 class World:
