@@ -241,6 +241,8 @@ def evenness(sizes: Sizes) -> list[str]:
         "buffer.explorer_input.default_eval_workflow_type=single_turn",
         f"explorer.eval_interval={EVALUATE_EVERY}",
         f"trainer.save_interval={SAVE_EVERY}",
+        # an evaluation has an eighth as many under way as training; a step's are one wave still
+        f"explorer.rollout_model.max_num_seqs={TASKS * REPEATS * 9 // 8}",
     ]
 
 
