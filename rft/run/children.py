@@ -7,7 +7,7 @@
 
 In: the words of a rank's command. Out: when all have ended well, nothing. Invariants: no rank lives
 when `run` is left, however that is; ranks that come back never meet the addresses of those that
-died; nothing that the store holds is unpickled (torch's own launcher does).
+died; nothing that the store holds is unpickled (`--standalone` of torchrun does).
 """
 
 import os
@@ -24,14 +24,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from rft.ground.device import hosted_store
+from rft.run.loopback import HOST, TIMEOUT_S
 
 # of a command and an environment: a process that is this rank from now on; None: there is none
 Take = Callable[[Sequence[str], dict[str, str]], "subprocess.Popen[bytes] | None"]
-HOST = "127.0.0.1"
-NCCL_ERRORS = (
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # 1, as torch's launcher has it: they end the process
-)
-STORE_S = 600  # for an answer of the store; torch's own
+# 1, as under torchrun: an error of NCCL's ends the process
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 LOOK_S = 0.1  # at whether a rank has ended
 
 
@@ -75,7 +73,7 @@ def run(words: Sequence[str], count: int, name: str, port: int, grace_s: int, ta
     `name`: of the run. `port`: of the store, 0: any. `grace_s`: for ranks to end when this process
     is to end.
     """
-    store = hosted_store(HOST, port, timedelta(seconds=STORE_S))
+    store = hosted_store(HOST, port, timedelta(seconds=TIMEOUT_S))
     common = {
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",

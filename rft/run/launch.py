@@ -2,7 +2,7 @@
 
     rft.train ──► run_stages
             ──► StageRun: `Supervisor` (Ray with buffer, engines, synchronizer, explorer: one actor
-                          each), and trainer ranks under torch's launcher (`rft.run.elastic`, own
+                          each), and trainer ranks under a launcher (`rft.run.elastic`, own
                           OS session), whose end is an event like those of the actors; a
                           launcher that was killed is started again
 

@@ -1,5 +1,6 @@
-"""Where trainer ranks of one machine meet: a store of torch's that listens on loopback, a new one
-for every start of the ranks.
+"""Where ranks meet that torchrun starts on one machine: a store of torch's that listens on
+loopback, a new one for every start of the ranks. Those that rft starts have such a store too
+(`rft.run.children`).
 
     python -m rft.run.loopback OPTIONS -m rft.train ...       torchrun with its options, and this
                                                               rendezvous
@@ -26,7 +27,7 @@ from rft.ground.device import hosted_store, loopback_environment
 
 BACKEND = "rft_loopback"
 HOST = "127.0.0.1"
-TIMEOUT_S = 600  # torch's own
+TIMEOUT_S = 600  # for an answer of the store; torch's own
 
 
 class Loopback(StaticTCPRendezvous):
@@ -50,11 +51,6 @@ class Loopback(StaticTCPRendezvous):
         return True
 
 
-def register() -> None:
-    """Make the rendezvous known to torch's launcher, as `BACKEND`."""
-    rendezvous_handler_registry.register(BACKEND, _handler)
-
-
 def _handler(params: RendezvousParameters) -> Loopback:
     if params.max_nodes != 1:
         raise ValueError(
@@ -67,6 +63,6 @@ def _handler(params: RendezvousParameters) -> Loopback:
 if __name__ == "__main__":
     from torch.distributed import run
 
-    register()
+    rendezvous_handler_registry.register(BACKEND, _handler)
     os.environ.update(loopback_environment(engines_too=False))
     run.main([f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={HOST}:0", *sys.argv[1:]])

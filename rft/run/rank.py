@@ -4,7 +4,7 @@ the loop, tells how it ended.
     python -m rft.run.rank RESOLVED_YAML        (started by `rft.run.elastic`, or called by
                                                 `rft.train` under an outer torchrun)
 
-In: the resolved config, RANK/WORLD_SIZE/... of torch's launcher, and at rank 0 the address of the
+In: the resolved config, RANK/WORLD_SIZE/... of the launcher, and at rank 0 the address of the
 supervisor's Ray. Out: exit code 0, or a failure record (rank, phase, cause) in the attempt's log
 directory and exit code 1, or REFUSED: another start would end in the same way.
 """

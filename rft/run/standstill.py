@@ -9,9 +9,9 @@ them). Their end is what every part is made for; their silence may be noticed by
                                                   started where no sidecar is, tied to RANK's life
 
 In: what the kernel says of each process, so a busy part is never taken for a stopped one. Out:
-whatever the death of that part leads to (`rft.run.fleet`, torch's launcher, a failure). Invariants:
-what user code started in the explorer is its own business; a stop of the watcher itself, all of it
-with its parts maybe, counts as one look.
+whatever the death of that part leads to (`rft.run.fleet`, `rft.run.elastic`, a failure).
+Invariants: what user code started in the explorer is its own business; a stop of the watcher
+itself, all of it with its parts maybe, counts as one look.
 """
 
 import contextlib

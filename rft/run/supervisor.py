@@ -1,7 +1,7 @@
 """What supervises a stage, whoever starts its ranks: the actors, the first event that ends the
 stage, and the end of everything.
 
-    `rft.run.launch`    ranks of its own, under torch's launcher           ┐
+    `rft.run.launch`    ranks of its own, under `rft.run.elastic`          ┐
     `rft.run.sidecar`   ranks that torchrun or srun started and holds      ┴─► Supervisor
 
     start ──► all parts load ──► first_event: an actor died or reported what broke it │ a signal │

@@ -318,7 +318,7 @@ EngineFleet.describe | an engine's numbers | `STATS_S` | left out
 run/launch.py
 StageRun._close | killed ranks | the kernel | no signal is stronger
 StageRun._stop_ranks | ranks save and end | `RANKS_SHARE` of `shutdown_grace_s` | killed
-StageRun._ended | torch's launcher | none: it is the wait for its end | stopped, it or a rank: \
+StageRun._ended | the ranks' launcher | none: it is the wait for its end | stopped, it or a rank: \
 killed after `STOPPED_S`
 run/modes.py
 evaluate_checkpoints | engines load, sets are evaluated | `START_S`; none: `max_timeout` a task | \
