@@ -51,7 +51,7 @@ PLAIN, FRESH, AGAIN = "clip", "fresh", "fresh, seed 1"
 RUNS = {  # by staleness
     1: (PLAIN, "TIS"),
     4: (PLAIN, "TIS", "IcePop", "MIS"),
-    16: (PLAIN, "TIS", "DPPO", "M2PO", "KPop"),
+    16: (PLAIN, "TIS", "IcePop", "MIS", "DPPO", "M2PO", "KPop"),
 }
 QUICK_RUNS = {4: (PLAIN, "KPop")}
 LEARNING = [

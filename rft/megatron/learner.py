@@ -61,6 +61,7 @@ class Learner(Network):
             self.ddp, optimizer, grad_clip, total_steps, overrides.optimizer(trainer)
         )
         self._shards = weights.shards(self.model, self.dims, mesh.place)
+        self._held = state.Held(self._shards, self.model, self.optimizer)
 
     def _wrap(self, trainer: TrainerConfig) -> None:
         fused = kernels.uses_transformer_engine(self.mesh.device)
@@ -143,7 +144,7 @@ class Learner(Network):
         return self._token_scores(micro, hidden), micro.fields
 
     def _pieces(self) -> list[Piece]:
-        return state.pieces(self._shards, self.optimizer)
+        return self._held.pieces()
 
     def _counters(self) -> bytes:
         return state.encode(
@@ -156,9 +157,7 @@ class Learner(Network):
             "layout": [self.mesh.layout(), str(self.dtype)],
             "step": self.step,
             "updates": self.optimizer.updates,
-            "weights": state.digest(self._shards, self.model),
-            "moments": state.digest_of(self.optimizer.held()),
-        }
+        } | self._held.digests()
 
     @property
     def _adapter(self) -> list[float] | None:
@@ -179,7 +178,7 @@ class Learner(Network):
     def close(self) -> None:
         """Let go of model and optimizer; the mesh is closed by whoever made it."""
         self._shards = []
-        del self.ddp, self.optimizer
+        del self.ddp, self.optimizer, self._held
         super().close()
 
 

@@ -152,6 +152,11 @@ class Optimizer:
         states = [state for part in self.parts for state in part.optimizer.state.values()]
         return [one for state in states for one in state.values() if torch.is_tensor(one)]
 
+    def mains(self) -> list[torch.Tensor]:
+        """What it updates: of bf16 weights fp32 ones of its own, else the weights."""
+        groups = [group for part in self.parts for group in part.optimizer.param_groups]
+        return [one for group in groups for one in group["params"]]
+
     def shards(self) -> list[tuple[torch.nn.Parameter, tuple[int, int], dict[str, torch.Tensor]]]:
         """Per model parameter of which this rank updates a range: (parameter, [start, stop), named
         state of that range).

@@ -12,7 +12,7 @@ Nothing is gathered: a rank's range of the distributed optimizer is `flat` withi
 """
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -28,6 +28,82 @@ from rft.megatron.weights import Shard
 
 SAMPLED = 1024  # elements of a tensor at most that a digest looks at
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+class Held:
+    """What one rank has, as checkpoints and resumes look at it: `pieces`, and digests of some bits.
+
+    Views are made once, and anew where a tensor has become other memory: a save of every step costs
+    its step nothing that grows with the number of tensors but one look at where each lies.
+    """
+
+    def __init__(self, shards: list[Shard], model: Iterable[torch.nn.Module], optimizer: Optimizer):
+        self._shards = shards
+        self._optimizer = optimizer
+        self._buffers = list(_saved_buffers(model))
+        self._places: list[int] = []
+        self._pieces: list[Piece] = []
+        self._weights: list[torch.Tensor] = []
+        self._moments: list[torch.Tensor] = []
+
+    def pieces(self) -> list[Piece]:
+        """Tensors by reference, which are as they are until the next update."""
+        self._look()
+        return self._pieces
+
+    def digests(self) -> dict[str, int]:
+        """`weights`: of every weight that is trained, without padding, and every buffer that its
+        module would save; `moments`: of all else that the next update depends on. By the bits of
+        some elements: equal tensors have equal ones, and a tensor that is another one, or of
+        another step, has not. Training waits for it at every save: all bytes are hashed behind it,
+        as they are written.
+        """
+        self._look()
+        return {"weights": _digest(self._weights), "moments": _digest(self._moments)}
+
+    def _look(self) -> None:
+        buffers = [getattr(module, name) for module, name in self._buffers]
+        moments = self._optimizer.held()
+        mains = self._optimizer.mains()
+        tensors = [shard.parameter for shard in self._shards] + buffers + moments + mains
+        places = [tensor.data_ptr() for tensor in tensors]
+        if places == self._places:
+            return
+        self._places = places
+        self._pieces = pieces(self._shards, self._optimizer)
+        cuts = [
+            _cut(shard.parameter.detach(), segment)
+            for shard in self._shards
+            if shard.parameter.requires_grad
+            for segment in shard.segments
+        ]
+        self._weights = [_sampled(cut) for cut in cuts + buffers]
+        self._moments = [_sampled(tensor) for tensor in moments]
+
+
+def _saved_buffers(model: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str]]:
+    """(module, name) of those that a module would save. What counts routed tokens is no weight."""
+    for part in model:
+        saved = part.state_dict(keep_vars=True)
+        for name, _ in part.named_buffers():
+            if name in saved and not name.endswith("tokens_per_expert"):
+                owner, _, last = name.rpartition(".")
+                yield part.get_submodule(owner), last
+
+
+def _digest(samples: list[torch.Tensor]) -> int:
+    if not samples:
+        return 0
+    found = torch.stack([one.sum(dtype=torch.int64) for one in samples]).tolist()
+    return sum((2 * at + 1) * one for at, one in enumerate(found)) % 2**62
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of at most `SAMPLED` elements from all over it, without a copy."""
+    while tensor.numel() > SAMPLED:
+        longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
+        tensor = tensor[(slice(None),) * longest + (slice(None, None, 2),)]
+    return tensor.view(BITS[tensor.element_size()])
 
 
 def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
@@ -124,48 +200,6 @@ def _cpu_bytes(state: torch.Tensor) -> bytes:
 
 def _byte_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def digest(shards: list[Shard], model: Iterable[torch.nn.Module]) -> int:
-    """Of every weight that is trained, without padding, and every buffer that its module would
-    save, by the bits of some of its elements: equal weights have equal ones, and a tensor that is
-    another one, or of another step, has not. Training waits for it at every save: all bytes are
-    hashed behind it, as they are written. What counts routed tokens is no weight.
-    """
-    cuts = [
-        _cut(shard.parameter.detach(), segment)
-        for shard in shards
-        if shard.parameter.requires_grad
-        for segment in shard.segments
-    ]
-    for part in model:
-        saved = part.state_dict(keep_vars=True)
-        cuts += [
-            buffer
-            for name, buffer in part.named_buffers()
-            if name in saved and not name.endswith("tokens_per_expert")
-        ]
-    return digest_of(cuts)
-
-
-def digest_of(cuts: list[torch.Tensor]) -> int:
-    """By the bits of some elements of each."""
-    if not cuts:
-        return 0
-    sums = [
-        _sampled(cut).contiguous().view(BITS[cut.element_size()]).sum(dtype=torch.int64)
-        for cut in cuts
-    ]
-    found = torch.stack(sums).tolist()  # one wait for the device
-    return sum((2 * at + 1) * one for at, one in enumerate(found)) % 2**62
-
-
-def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """At most `SAMPLED` elements from all over it, without a copy."""
-    while tensor.numel() > SAMPLED:
-        longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
-        tensor = tensor[(slice(None),) * longest + (slice(None, None, 2),)]
-    return tensor
 
 
 def encode(state: dict[str, Any]) -> bytes:

@@ -338,15 +338,15 @@ def _log_scale(axes: Any) -> None:
     """A logarithmic axis with a handful of plain labels: 2e-5, 1e-4."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    axes.set_yscale("log")
     values = [value for line in axes.lines for value in line.get_ydata()]
     low, high = min(values), max(values)
+    axes.set_ylim(low / 1.3, high * 1.3)  # first: of one value a scale has no limits of its own
+    axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 3) if high / low < 1000 else (1,)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(
         lambda value, _: f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
     )
-    axes.set_ylim(low / 1.3, high * 1.3)
 
 
 def _heading(figure: Any, stages: Sequence[Stage]) -> None:

@@ -99,7 +99,7 @@ PARTS = {
     "release": tests("verify/test_release.py", more=(*PACKAGE, "README.md")),
     "cluster": full("slurm", "ray_launch", "torchrun_nodes", "kubernetes"),
     "browser": full("studio_browser", "observed_run", "mlflow"),
-    "bench-trainer": benches("packing", "logprobs", "train_step", "plan"),
+    "bench-trainer": benches("packing", "logprobs", "train_step", "router_replay", "plan"),
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-versions": Part([["-m", "bench.versions"], ["-m", "bench.save_plan"]]),
     "bench-node-loss": Part([["-m", "bench.node_loss"]]),
