@@ -1,23 +1,29 @@
 """1,000 kills and cuts between agents and an object store: none loaded wrong, nothing acknowledged
-lost, no orphan after the sweep.
+lost, no orphan after the sweep. The server is moto's; 60 of them before Debian's radosgw.
 """
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from radosgw import Gateway, running
+
+from rft.checkpoint.objects import try_out
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(5400)]
 
 
-def faults(*arguments: str) -> dict[str, Any]:
+def faults(*arguments: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "bench.store_faults", *arguments],
         cwd=ROOT,
+        env=os.environ | (environment or {}),
         capture_output=True,
         text=True,
     )
@@ -30,5 +36,34 @@ def faults(*arguments: str) -> dict[str, Any]:
     return dict(counts)
 
 
+@pytest.fixture(scope="module")
+def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with running(tmp_path_factory.mktemp("radosgw")) as found:
+        yield found
+
+
 def test_a_thousand_kills_and_cuts() -> None:
     assert faults()["kills_and_cuts"] >= 1000
+
+
+def test_debians_radosgw_refuses_a_put_over_something(
+    radosgw: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the two puts of every start."""
+    import boto3
+    import s3fs
+
+    for name, value in (radosgw.environment | {"AWS_ENDPOINT_URL": radosgw.endpoint}).items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    boto3.client("s3").create_bucket(Bucket="start")
+    assert try_out("s3://start/run")
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_sixty_kills_and_cuts_before_debians_radosgw(radosgw: Gateway) -> None:
+    print("radosgw", radosgw.version)
+    found = faults(
+        *("--endpoint", radosgw.endpoint, "--count", "60"), environment=radosgw.environment
+    )
+    assert found["kills_and_cuts"] >= 60
