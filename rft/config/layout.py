@@ -33,6 +33,21 @@ def check_layout(hf: dict[str, Any], megatron: MegatronConfig, num_ranks: int) -
     )
 
 
+def check_bias_updates(rate: float, dims: Dims, has_adapter: bool) -> None:
+    """Raise ConfigError where `trainer.moe_router_bias_update_rate` would move nothing."""
+    key = f"trainer.moe_router_bias_update_rate={rate:g}"
+    if rate and "sigmoid" not in dims.features:
+        raise ConfigError(
+            f"{key}: the model's routers have no correction bias (GLM-4.5, DeepSeek-V3 and Kimi-K2 "
+            "have one); leave it out"
+        )
+    if rate and has_adapter:
+        raise ConfigError(
+            f"{key}: with model.lora_configs everything but the adapter stays as it is; leave one "
+            "of the two out"
+        )
+
+
 def _sizes(dims: Dims, megatron: MegatronConfig) -> Iterator[str]:
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     key = f"trainer.megatron.tensor_model_parallel_size={tp}"

@@ -338,6 +338,11 @@ class TrainerConfig(Section):
         "tokens go through the experts that the engine has sent them through, where it tells them: "
         "docs/algorithms.md; false: through those that the trainer would choose",
     ] = True
+    moe_router_bias_update_rate: Annotated[
+        FiniteNonNegFloat,
+        "how far an update moves the correction bias of each expert towards equal load, in models "
+        "that have one: docs/algorithms.md; 0: not at all",
+    ] = 0.0
     save_interval: Annotated[NonNegInt, "steps; 0: by save_minutes, and at the end"] = 0
     save_minutes: Annotated[
         FiniteNonNegFloat,

@@ -63,6 +63,8 @@ class Packing(PackedSeqParams):
     # [T, layers, top_k]: which experts the tokens go through that a router of this rank sees; None:
     # those that it chooses
     routes: Tensor | None = None
+    # float32 [T]: of how many rows each of these is a token, 0: padding; None: nobody asks
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True)

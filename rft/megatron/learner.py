@@ -60,8 +60,10 @@ class Learner(Network):
         self.optimizer = Optimizer(
             self.ddp, optimizer, grad_clip, total_steps, overrides.optimizer(trainer)
         )
+        self._bias_rate = trainer.moe_router_bias_update_rate
+        self.balances = self._bias_rate > 0
         self._shards = weights.shards(self.model, self.dims, mesh.place)
-        self._held = state.Held(self._shards, self.model, self.optimizer)
+        self._tensors = state.RankTensors(self._shards, self.model, self.optimizer)
 
     def _wrap(self, trainer: TrainerConfig) -> None:
         fused = kernels.uses_transformer_engine(self.mesh.device)
@@ -87,6 +89,8 @@ class Learner(Network):
             chunk.restore_grad_buffers(synchronize=False)  # where they were given back
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        for router in self.routers:
+            router.load = None
         self._run(part, partial(self._loss, totals), forward_only=False)
         with trace.span("optimizer"):
             norm = self.optimizer.norm()
@@ -118,6 +122,10 @@ class Learner(Network):
         if finite:
             with trace.span("optimizer"):
                 self.optimizer.update(self.step, metrics["grad_norm"])
+            if self.balances:
+                metrics = metrics | replay.rebalance(
+                    self.model, self.dims, self._bias_rate, self.mesh
+                )
         report = metrics | {"lr": self.optimizer.rate(self.step), "skipped": float(not finite)}
         self.step += last
         return report
@@ -144,7 +152,7 @@ class Learner(Network):
         return self._token_scores(micro, hidden), micro.fields
 
     def _pieces(self) -> list[Piece]:
-        return self._held.pieces()
+        return self._tensors.pieces()
 
     def _counters(self) -> bytes:
         return state.encode(
@@ -157,7 +165,7 @@ class Learner(Network):
             "layout": [self.mesh.layout(), str(self.dtype)],
             "step": self.step,
             "updates": self.optimizer.updates,
-        } | self._held.digests()
+        } | self._tensors.digests()
 
     @property
     def _adapter(self) -> list[float] | None:
@@ -178,7 +186,7 @@ class Learner(Network):
     def close(self) -> None:
         """Let go of model and optimizer; the mesh is closed by whoever made it."""
         self._shards = []
-        del self.ddp, self.optimizer, self._held
+        del self.ddp, self.optimizer, self._tensors
         super().close()
 
 

@@ -453,10 +453,14 @@ def _mark_shards(model: GPTModel, dims: Dims) -> None:
 
 
 def packing_of(
-    computed: Computed, model: GPTModel, mesh: Mesh, routes: np.ndarray | None = None
+    computed: Computed,
+    model: GPTModel,
+    mesh: Mesh,
+    routes: np.ndarray | None = None,
+    rows: np.ndarray | None = None,
 ) -> Packing:
     """What every layer must know about a microbatch (already sliced for this context-parallel
-    rank). `routes`: of the tokens that are computed.
+    rank). `routes`, `rows`: of the tokens that are computed.
     """
     device, size = mesh.device.torch, model.config.window_size
     window = size[0] + 1 if size else None
@@ -471,19 +475,22 @@ def packing_of(
     return Packing(
         qkv_format="rows",
         frequencies=torch.cat([angles, angles], dim=-1)[:, None, None, :],
-        routes=None if routes is None else _own_routes(routes, mesh),
+        routes=None if routes is None else _own(_signed(routes), mesh),
+        rows=None if rows is None else _own(rows, mesh),
         **planned,
     )
 
 
-def _own_routes(routes: np.ndarray, mesh: Mesh) -> Tensor:
-    """Of the tokens that a router of this rank sees; torch computes with no unsigned numbers of 16
-    bits, and -1 stands for none then.
-    """
-    signed = routes.view(np.int16) if routes.dtype == np.uint16 else routes
+def _signed(routes: np.ndarray) -> np.ndarray:
+    """torch computes with no unsigned numbers of 16 bits, and -1 stands for none then."""
+    return routes.view(np.int16) if routes.dtype == np.uint16 else routes
+
+
+def _own(values: np.ndarray, mesh: Mesh) -> Tensor:
+    """Of the tokens that a router of this rank sees."""
     if mesh.sequence_parallel:
-        signed = np.ascontiguousarray(np.array_split(signed, mesh.tp)[mesh.tp_rank])
-    return mesh.device.bring(signed)
+        values = np.ascontiguousarray(np.array_split(values, mesh.tp)[mesh.tp_rank])
+    return mesh.device.bring(values)
 
 
 def _te_packing(computed: Computed, mesh: Mesh) -> KernelPacking:

@@ -60,6 +60,7 @@ class Network:
 
     is_critic = False
     replays = True  # it is the model, or nearly, whose engine has chosen the routes of its tokens
+    balances = False  # how often each expert is taken is counted
 
     def __init__(
         self,
@@ -236,11 +237,10 @@ class Network:
 
     def _micros(self, part: Sequence[Packed], lengths: list[int]) -> Iterator[Micro]:
         for number, length in enumerate(lengths):
-            if number < len(part):
-                packed = self._sliced(part[number])
-            else:
-                packed = empty(self.multiple, part[0].scores)
-            yield self._micro(packed, length)
+            yield self._micro(
+                part[number] if number < len(part) else empty(self.multiple, part[0].scores),
+                length,
+            )
 
     def _sliced(self, packed: Packed) -> Packed:
         """For this context-parallel rank."""
@@ -250,8 +250,9 @@ class Network:
         arrays = packed.tokens, packed.positions, packed.cu_seqlens, packed.shared
         return computed_of(*arrays, self.multiple, length)
 
-    def _micro(self, packed: Packed, length: int) -> Micro:
+    def _micro(self, whole: Packed, length: int) -> Micro:
         """`length`: tokens that are computed, padding included."""
+        packed = self._sliced(whole)
         if not packed.shared.any() and packed.length < length:
             packed = slice_cp(packed, 0, 1, self.multiple, length)
         computed = self._computed(packed, length)
@@ -266,10 +267,24 @@ class Network:
                 packed, tensor, self.mesh.sum_over_context if self.mesh.cp > 1 else None
             ),
             packing=models.packing_of(
-                computed, self.model[0], self.mesh, self._routes(packed, computed)
+                computed,
+                self.model[0],
+                self.mesh,
+                self._routes(packed, computed),
+                self._rows(whole, computed) if self.balances else None,
             ),
             source=None if computed.source is None else tensor(computed.source),
         )
+
+    def _rows(self, whole: Packed, computed: Computed) -> np.ndarray:
+        """Of how many rows each token is that is computed, float32 [T]; padding is of none."""
+        if computed.source is not None:
+            sources = computed.source[: int(whole.cu_seqlens[-1])]
+            return np.bincount(sources, minlength=computed.length).astype(np.float32)
+        held = cp_index(whole, self.mesh.cp_rank, self.mesh.cp) >= 0
+        found = np.zeros(computed.length, dtype=np.float32)
+        found[: len(held)] = held
+        return found
 
     def _routes(self, packed: Packed, computed: Computed) -> np.ndarray | None:
         """Of the tokens that are computed. Raises ValueError for those of another model."""

@@ -103,8 +103,10 @@ INSTEAD = {  # fields that a key of rft decides
             "recompute_method",
             "recompute_num_layers",
             "recompute_modules",
+            "moe_router_bias_update_rate",
         )
     },
+    "moe_router_enable_expert_bias": "trainer.moe_router_bias_update_rate",
     **dict.fromkeys(
         ("bf16", "fp16", "params_dtype", "pipeline_dtype", "autocast_dtype"), "trainer.dtype"
     ),
@@ -244,6 +246,12 @@ def _field_problems(trainer: TrainerConfig) -> Iterator[str]:
                     f"{key}.moe_router_fusion with trainer.router_replay=true: that kernel takes "
                     "the experts that it chooses itself; leave it out, or set "
                     "trainer.router_replay=false"
+                )
+            moves_biases = trainer.moe_router_bias_update_rate > 0
+            if name == "moe_router_fusion" and value is True and moves_biases:
+                yield (
+                    f"{key}.moe_router_fusion with trainer.moe_router_bias_update_rate: that "
+                    "kernel tells nobody which experts it chose; leave one of the two out"
                 )
             virtual = trainer.megatron.virtual_pipeline_model_parallel_size
             if name == "batch_p2p_comm" and value is True and virtual and virtual > 1:

@@ -1,8 +1,10 @@
 """Router replay: tokens go through the experts that an engine has sent them through
-(arXiv:2510.11370), and not through those that the trainer's own numbers would choose.
+(arXiv:2510.11370), and not through those that the trainer's own numbers would choose. And balance:
+after an update the correction biases move towards equal load (arXiv:2408.15664).
 
-    Packing.routes ──ReplayedLayer──► ReplayedExperts, a call ──► RouterReplay of its router
+    Packing.routes, rows ──ReplayedLayer──► ReplayedExperts, a call ──► RouterReplay of its router
                                                        └─ computed again in backward: the same call
+    RouterReplay.load of all ranks ──► b_e += rate * sign(mean load - load_e)
 
 In: the routes of a microbatch's tokens on this rank, beside what else every layer must know of it.
 Out: the same choice in forward, recompute and backward, whichever microbatches are under way; the
@@ -16,6 +18,7 @@ backward pass.
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,15 +31,19 @@ from rft.monitor import trace
 
 class RouterReplay:
     """Of the router of expert layer `number`, of `experts`. `given`: the routes of the call under
-    way [T, layers, top_k], None: there are none. `counts`: of the training passes, how many of the
-    experts that were given the trainer would have chosen, too, and how many those were.
+    way [T, layers, top_k], None: there are none. `rows`: of how many rows each of its tokens is
+    [T], None: nobody asks. `counts`: of the training passes, how many of the experts that were
+    given the trainer would have chosen, too, and how many those were. `load`: of the same passes,
+    tokens of rows that went through each expert [experts].
     """
 
     def __init__(self, number: int, experts: int):
         self.number = number
         self.experts = experts
         self.given: Tensor | None = None
+        self.rows: Tensor | None = None
         self.counts: Tensor | None = None
+        self.load: Tensor | None = None
 
     def get_replay_topk(
         self,
@@ -47,47 +54,60 @@ class RouterReplay:
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
         """megatron's question: (scores, numbers) of the experts of each token, [T, topk] both."""
-        values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
-        if self.given is None:
-            return values, chosen
-        given = self.given[:, self.number].long()
+        values, routes = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self.given is not None:
+            routes = self._replayed(self.given, routes)
+            values = scores.gather(1, routes)
+        if self.rows is not None and torch.is_grad_enabled():
+            self._weigh(routes, self.rows)
+        return values, routes
+
+    def _replayed(self, routes: Tensor, chosen: Tensor) -> Tensor:
+        given = routes[:, self.number].long()
         # what stands for none is beyond the last expert, or below the first
         known = ((given >= 0) & (given < self.experts)).all(1, keepdim=True)
         if torch.is_grad_enabled():
             self._count(given, chosen, known)
-        routes = torch.where(known, given, chosen)
-        return scores.gather(1, routes), routes
+        return torch.where(known, given, chosen)
 
     def _count(self, given: Tensor, chosen: Tensor, known: Tensor) -> None:
         both = ((given[:, :, None] == chosen[:, None, :]).any(2) & known).sum()
         found = torch.stack([both, known.sum() * given.shape[1]]).double()
         self.counts = found if self.counts is None else self.counts + found
 
+    def _weigh(self, routes: Tensor, rows: Tensor) -> None:
+        found = torch.zeros(self.experts, dtype=torch.float64, device=routes.device)
+        found.index_add_(0, routes.flatten(), rows.double().repeat_interleave(routes.shape[1]))
+        self.load = found if self.load is None else self.load + found
+
 
 class ReplayedExperts(nn.Module):
-    """In front of megatron's layer of experts. `routes`: of the next call. The call is one of a
-    copy that shares all but this: what of it is computed again in the backward pass, is by the
-    copy, so by the routes of its own microbatch.
+    """In front of megatron's layer of experts. `routes`, `rows`: of the next call. The call is one
+    of a copy that shares all but these: what of it is computed again in the backward pass, is by
+    the copy, so by the routes of its own microbatch.
     """
 
     routes: Tensor | None = None
+    rows: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super(ReplayedExperts, copy.copy(self)).forward(*args, **kwargs)
 
     def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.router.router_replay.given = self.routes
+        replay: RouterReplay = self.router.router_replay
+        replay.given, replay.rows = self.routes, self.rows
         found: tuple[Tensor, Tensor] = super().route(*args, **kwargs)
         return found
 
 
 class ReplayedLayer(nn.Module):
-    """In front of megatron's transformer layer: hands its experts the routes of the microbatch that
-    it is called for.
+    """In front of megatron's transformer layer: hands its experts what is known of the microbatch
+    that it is called for.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.mlp.routes = kwargs["packed_seq_params"].routes
+        packing = kwargs["packed_seq_params"]
+        self.mlp.routes, self.mlp.rows = packing.routes, packing.rows
         return super().forward(*args, **kwargs)
 
 
@@ -126,3 +146,28 @@ def agreement(replays: list[RouterReplay], mesh: Any) -> dict[str, float]:
     if not given:
         return {}
     return {"routing/agree_frac": both / given, "drift/routed_otherwise": 1 - both / given}
+
+
+def rebalance(model: Sequence[nn.Module], dims: Dims, rate: float, mesh: Any) -> dict[str, float]:
+    """Move the correction biases by what all ranks have counted, and begin to count anew. A
+    collective. `routing/max_load`: of the busiest expert, in mean loads of its layer.
+    """
+    routers = [
+        layer.mlp.router
+        for part in model
+        for layer in part.decoder.layers
+        if isinstance(layer.mlp, MoELayer)
+    ]
+    layers = sum(dims.has_experts(layer) for layer in range(dims.layers))
+    load = torch.zeros(layers, dims.experts, dtype=torch.float64)
+    for replay in (router.router_replay for router in routers):
+        if replay.load is not None:
+            load[replay.number] = replay.load.cpu()
+        replay.load = None
+    mesh.reduce(load, load[:0])
+    mean = load.mean(1, keepdim=True)
+    for router in routers:
+        number, bias = router.router_replay.number, router.expert_bias
+        moved = rate * torch.sign(mean[number] - load[number])
+        bias.data += moved.to(device=bias.device, dtype=bias.dtype)
+    return {"routing/max_load": float((load / mean.clamp(min=1)).max())}

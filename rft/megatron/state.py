@@ -30,7 +30,7 @@ SAMPLED = 1024  # elements of a tensor at most that a digest looks at
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-class Held:
+class RankTensors:
     """What one rank has, as checkpoints and resumes look at it: `pieces`, and digests of some bits.
 
     Views are made once, and anew where a tensor has become other memory: a save of every step costs
@@ -45,6 +45,7 @@ class Held:
         self._pieces: list[Piece] = []
         self._weights: list[torch.Tensor] = []
         self._moments: list[torch.Tensor] = []
+        self._frozen: list[torch.Tensor] = []
 
     def pieces(self) -> list[Piece]:
         """Tensors by reference, which are as they are until the next update."""
@@ -53,13 +54,15 @@ class Held:
 
     def digests(self) -> dict[str, int]:
         """`weights`: of every weight that is trained, without padding, and every buffer that its
-        module would save; `moments`: of all else that the next update depends on. By the bits of
-        some elements: equal tensors have equal ones, and a tensor that is another one, or of
-        another step, has not. Training waits for it at every save: all bytes are hashed behind it,
-        as they are written.
+        module would save; `moments`: of all else that the next update depends on; `frozen weights`:
+        of those that are saved and that no gradient changes, if there are any. By the bits of some
+        elements: equal tensors have equal ones, and a tensor that is another one, or of another
+        step, has not. Training waits for it at every save: all bytes are hashed behind it, as they
+        are written.
         """
         self._look()
-        return {"weights": _digest(self._weights), "moments": _digest(self._moments)}
+        frozen = {"frozen weights": _digest(self._frozen)} if self._frozen else {}
+        return {"weights": _digest(self._weights), "moments": _digest(self._moments)} | frozen
 
     def _look(self) -> None:
         buffers = [getattr(module, name) for module, name in self._buffers]
@@ -71,13 +74,14 @@ class Held:
             return
         self._places = places
         self._pieces = pieces(self._shards, self._optimizer)
-        cuts = [
-            _cut(shard.parameter.detach(), segment)
-            for shard in self._shards
-            if shard.parameter.requires_grad
+        kept = [
+            (shard.parameter.requires_grad, _sampled(_cut(shard.parameter.detach(), segment)))
+            for shard in _kept(self._shards)
             for segment in shard.segments
         ]
-        self._weights = [_sampled(cut) for cut in cuts + buffers]
+        self._weights = [one for is_trained, one in kept if is_trained]
+        self._weights += [_sampled(buffer) for buffer in buffers]
+        self._frozen = [one for is_trained, one in kept if not is_trained]
         self._moments = [_sampled(tensor) for tensor in moments]
 
 
@@ -113,12 +117,10 @@ def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
     What is frozen under an adapter is in the files that it came from; without one, what is frozen
     (a router's correction bias) belongs to the model.
     """
-    has_adapter = any(shard.is_adapter for shard in shards)
     by_parameter = {id(shard.parameter): shard for shard in shards}
     listed = []
-    for shard in shards:
-        kept = shard.parameter.requires_grad or not has_adapter
-        for segment in shard.segments if kept else []:
+    for shard in _kept(shards):
+        for segment in shard.segments:
             listed.append(
                 _piece("model", shard, segment, _cut(shard.parameter.detach(), segment), None)
             )
@@ -132,6 +134,11 @@ def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
                     part = tensor.detach()[low - start : high - start]
                     listed.append(_piece(kind, shard, segment, part, (low - first, high - first)))
     return listed
+
+
+def _kept(shards: list[Shard]) -> list[Shard]:
+    has_adapter = any(shard.is_adapter for shard in shards)
+    return [shard for shard in shards if shard.parameter.requires_grad or not has_adapter]
 
 
 def _cut(parameter: torch.Tensor, segment: ShardSlice) -> torch.Tensor:

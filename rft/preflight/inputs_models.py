@@ -28,7 +28,14 @@ from rft.config import (
     is_remote,
     job_dir,
 )
-from rft.config.layout import HELD, check_layout, lora_of, stored_bytes, sync_of
+from rft.config.layout import (
+    HELD,
+    check_bias_updates,
+    check_layout,
+    lora_of,
+    stored_bytes,
+    sync_of,
+)
 from rft.ground import host_memory, hubs
 from rft.ground.adapters import Lora, adapter_names
 from rft.ground.errors import all_of, problems_of
@@ -91,6 +98,12 @@ def _policy(c: Config) -> Iterator[str]:
 def _cut(c: Config) -> None:
     if not is_remote(c):
         check_layout(_hf(c), c.trainer.megatron, int(c.trainer.num_ranks or 1))
+
+
+def _bias_updates(c: Config) -> None:
+    if not is_remote(c) and c.trainer.moe_router_bias_update_rate:
+        rate = c.trainer.moe_router_bias_update_rate
+        check_bias_updates(rate, Dims.of(_hf(c)), bool(c.model.lora_configs))
 
 
 def _adapter(c: Config) -> Iterator[str]:
@@ -226,6 +239,10 @@ LENGTHS = "model.max_model_len model.max_prompt_tokens model.max_response_tokens
 MODELS = (
     Rule(f"{MODEL} {SERVICE_TRAINS}", _policy),
     Rule(f"trainer.megatron {MODEL} trainer.num_ranks {SERVICE_TRAINS}", _cut),
+    Rule(
+        f"trainer.moe_router_bias_update_rate model.lora_configs {MODEL} {SERVICE_TRAINS}",
+        _bias_updates,
+    ),
     Rule(f"model.lora_configs {MODEL} mode {SERVICE_TRAINS}", _adapter),
     Rule(
         f"synchronizer.lora_sync model.lora_configs {MODEL} device {SERVICE_TRAINS}",

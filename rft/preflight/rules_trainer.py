@@ -43,6 +43,7 @@ IDLE = {  # keys of a model on one's own machines, and why they mean nothing to 
     "trainer.use_remove_padding": THERE,
     "trainer.share_prefixes": THERE,
     "trainer.router_replay": THERE,
+    "trainer.moe_router_bias_update_rate": THERE,
     "cluster.colocate": THERE,
     "model.lora_configs": "the adapter is described by model.tinker.rank and model.tinker.train_*",
     "model.ref_model_path": "a KL term compares with model.tinker.base_model",

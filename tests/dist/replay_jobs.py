@@ -39,10 +39,15 @@ def _drawn(
     return scores.argsort(-1)[..., :top_k].astype(np.uint8)
 
 
-def rows_for(policy: Policy, shared: bool) -> list[Row]:
+def routing(policy: Policy) -> tuple[int, int, int]:
+    """Layers with experts, experts, and how many a token takes."""
     dims, top_k = policy.dims, int(policy.hf_config["num_experts_per_tok"])
     layers = sum(dims.has_experts(layer) for layer in range(dims.layers))
-    return routed(make_group_rows() if shared else make_rows(24), layers, dims.experts, top_k)
+    return layers, dims.experts, top_k
+
+
+def rows_for(policy: Policy, shared: bool) -> list[Row]:
+    return routed(make_group_rows() if shared else make_rows(24), *routing(policy))
 
 
 def gradient(path: str, cut: str | None = None, free: bool = False, **layout: Any) -> Any:
@@ -69,3 +74,45 @@ def gradient(path: str, cut: str | None = None, free: bool = False, **layout: An
             "micros": len(part),
             "shared": sum(int(packed.shared.sum()) for packed in part),
         }
+
+
+def biases(
+    path: str, rate: float, trainer: dict[str, Any], cut: str | None = None, **layout: Any
+) -> Any:
+    """How far a step moves the correction biases that this rank has, by their names, its metrics,
+    and what the rows say themselves of every expert's load, [layers, experts].
+    """
+    trainer = {"moe_router_bias_update_rate": rate} | trainer
+    with policy_on(path, trainer=trainer, **layout) as policy:
+        rows = [everywhere(row, *routing(policy)) for row in rows_for(policy, cut is not None)]
+        before = biases_of(policy)
+        given = {} if cut is None else {"cut": SHARED[cut]}
+        part = part_of(policy, rows, **given)
+        policy.score(part)  # of which nothing is counted
+        metrics = policy.train_step(part, token_loss("ppo", {}), lambda: None)
+        moved = {name: now - before[name] for name, now in biases_of(policy).items()}
+        return {"moved": moved, "metrics": metrics, "load": load_of(rows, policy.dims.experts)}
+
+
+def everywhere(row: Row, layers: int, experts: int, top_k: int) -> Row:
+    """Every token has a route."""
+    rng = np.random.default_rng(len(row.tokens))
+    drawn = _drawn(rng, len(row.tokens), layers, experts, top_k)
+    if row.routes is None:
+        return replace(row, routes=drawn)
+    nothing = row.routes == NO_EXPERT["uint8"]
+    return replace(row, routes=np.where(nothing, drawn, row.routes))
+
+
+def biases_of(policy: Policy) -> dict[str, np.ndarray]:
+    return {
+        piece.key: piece.tensor.numpy().copy()
+        for piece in policy.snapshot().pieces
+        if piece.key.startswith("model/") and piece.key.endswith("e_score_correction_bias")
+    }
+
+
+def load_of(rows: list[Row], experts: int) -> np.ndarray:
+    routes = np.concatenate([row.routes for row in rows if row.routes is not None])
+    layers = range(routes.shape[1])
+    return np.stack([np.bincount(routes[:, n].ravel(), minlength=experts) for n in layers])

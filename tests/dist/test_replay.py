@@ -11,14 +11,18 @@ import torch
 from grids import by_layout, sampled
 from replay_jobs import routed
 from rows import make_rows
+from test_families import EXPERTS as FAMILY_LAYOUTS
+from test_families import SMALL
 from test_newest_megatron import newest_megatron
 from test_parity import EXPERTS, LAYOUTS, assert_gradients_match, gradients, hf_model
 from test_recompute import KINDS, assert_equal
 
 from rft.ground.experience import NO_EXPERT
+from rft.tools.toy import write_model
 
 from ranks import Ranks
 
+RATE = 0.01
 PIPED = ("pp2", "cp2", "tp2", "tp2-pp2", "pp2-vpp2", "tp2-cp2", "cp2-pp2")
 CASES = [(cut, layout) for layout in (*EXPERTS, *PIPED) for cut in ("", "shared")]
 CASES = [case for case in CASES if not (case[0] and "cp" in LAYOUTS[case[1]][1])]
@@ -121,6 +125,38 @@ def test_what_is_computed_again_is_routed_again(
     assert plain[0]["micros"] > 2
     assert_equal(gradients(again), gradients(plain))
     assert again[0]["metrics"] == plain[0]["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "cut", "kind"),
+    [(None, "", None), (None, "shared", "full"), ("tp2-ep2-etp1", "shared", None)]
+    + [
+        pytest.param(layout, cut, kind, marks=pytest.mark.verify)
+        for layout, cut, kind in (
+            ("pp2-vpp2-ep2", "shared", "moe"),
+            ("cp2-ep2", "", "full"),
+            ("dp2", "shared", None),
+        )
+    ],
+)
+def test_biases_move_towards_equal_load_of_all_rows(
+    ranks: Ranks, tmp_path: Path, layout: str | None, cut: str, kind: str | None
+) -> None:
+    """A token that is computed once for several rows counts in each, one that is computed again or
+    only scored does not, and padding never.
+    """
+    path = write_model(tmp_path / "toy", "glm4_moe", tied=False, **SMALL)
+    world, sizes = FAMILY_LAYOUTS[layout] if layout else (1, {})
+    given = {"rate": RATE, "trainer": KINDS[kind] if kind else {}, "cut": cut or None}
+    found = ranks.run("replay_jobs:biases", world, path=str(path), **given, **sizes)
+    load = found[0]["load"].astype(float)
+    wanted = RATE * np.sign(load.mean(1, keepdims=True) - load)
+    moved = {name: values for one in found for name, values in one["moved"].items()}
+    assert len(moved) == len(load) and (wanted > 0).any() and (wanted < 0).any()
+    ordered = sorted(moved, key=lambda name: int(name.split(".")[2]))
+    np.testing.assert_allclose([moved[name] for name in ordered], wanted, atol=1e-6)
+    busiest = (load / load.mean(1, keepdims=True)).max()
+    assert found[0]["metrics"]["routing/max_load"] == pytest.approx(busiest)
 
 
 def test_the_newest_megatron_routes_the_same(

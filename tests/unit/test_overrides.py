@@ -115,6 +115,9 @@ def test_a_router_that_chooses_by_itself_is_refused_where_routes_are_replayed() 
         overrides.check(config, 4)
     config.router_replay = False
     overrides.check(config, 4)
+    config.moe_router_bias_update_rate = 1e-3
+    with pytest.raises(ConfigError, match="tells nobody which experts it chose"):
+        overrides.check(config, 4)
 
 
 @pytest.mark.parametrize(

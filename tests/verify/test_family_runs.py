@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from exact import EVERYTHING, assert_same, deterministic, run_killed, run_whole, trained
+from safetensors.torch import load_file
 
 from rft.ground.families import num_experts
 from rft.ground.names import read_hf_config
@@ -26,6 +27,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "qwen2_moe": {"more": {"mlp_only_layers": [0]}},
 }
+BALANCED = "glm4_moe", "deepseek_v3"  # their routers' correction biases move with every step
+RATE = "trainer.moe_router_bias_update_rate=0.01"
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(900)]
 
 
@@ -38,11 +41,21 @@ def test_engine_and_trainer_agree_after_every_sync_and_over_an_export(
     assets = tmp_path / "assets"
     write_model(assets / "model", family, tied=False, **(MODEL | FAMILIES[family]))
     write_arithmetic(assets, digits=1, num_eval=16)
-    job = tuned(tmp_path, family, assets, STEPS)
+    moves = [RATE] if family in BALANCED else []
+    job = tuned(tmp_path, family, assets, STEPS, *moves)
     export = job / "huggingface" / f"step_{STEPS:08d}"
     _, loading = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
     assert not any(loading.values()), loading
+    if moves:
+        assert_biases_moved(assets / "model", export)
     tuned(tmp_path, f"{family}_again", assets, 1, f"model.model_path={export}")
+
+
+def assert_biases_moved(before: Path, after: Path) -> None:
+    then, now = (load_file(path / "model.safetensors") for path in (before, after))
+    biases = [name for name in then if name.endswith("e_score_correction_bias")]
+    moved = [(now[name] - then[name]).abs().max().item() for name in biases]
+    assert moved and all(0.005 < one <= STEPS * 0.01 + 1e-6 for one in moved), moved
 
 
 def tuned(root: Path, name: str, assets: Path, steps: int, *more: str) -> Path:
@@ -66,12 +79,13 @@ def tuned(root: Path, name: str, assets: Path, steps: int, *more: str) -> Path:
 
 def test_killed_and_continued_it_routes_as_it_did(tmp_path: Path) -> None:
     """The step after the checkpoint is trained twice, the second time by the routes of the
-    journal.
+    journal and from the biases that the checkpoint has.
     """
     steps, assets = 4, tmp_path / "assets"
-    write_model(assets / "model", "qwen3_moe", tied=False, **MODEL)
+    write_model(assets / "model", "glm4_moe", tied=False, **MODEL)
     write_arithmetic(assets, digits=1, num_eval=16)
     given = [f"trainer.total_steps={steps}", "trainer.save_interval=2", "explorer.eval_interval=0"]
+    given += [RATE]
     run_whole(deterministic(tmp_path, "whole", assets, *given))
     run_killed(deterministic(tmp_path, "killed", assets, *given), [(3, EVERYTHING)])
     whole, killed = (tmp_path / "rft" / name for name in ("whole", "killed"))
