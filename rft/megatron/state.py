@@ -11,6 +11,7 @@ context parallelism read it, padding rows are in none, and an export is a plain 
 Nothing is gathered: a rank's range of the distributed optimizer is `flat` within such a segment.
 """
 
+import functools
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -40,7 +41,7 @@ class RankTensors:
     def __init__(self, shards: list[Shard], model: Iterable[torch.nn.Module], optimizer: Optimizer):
         self._shards = shards
         self._optimizer = optimizer
-        self._buffers = list(_saved_buffers(model))
+        self._model = model
         self._places: list[int] = []
         self._pieces: list[Piece] = []
         self._weights: list[torch.Tensor] = []
@@ -63,6 +64,10 @@ class RankTensors:
         self._look()
         frozen = {"frozen weights": _digest(self._frozen)} if self._frozen else {}
         return {"weights": _digest(self._weights), "moments": _digest(self._moments)} | frozen
+
+    @functools.cached_property
+    def _buffers(self) -> list[tuple[torch.nn.Module, str]]:
+        return list(_saved_buffers(self._model))
 
     def _look(self) -> None:
         buffers = [getattr(module, name) for module, name in self._buffers]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rft.config import ConfigError, MegatronConfig
-from rft.config.layout import check_layout
+from rft.config.layout import check_bias_updates, check_layout
 from rft.data.packing import Cost
 from rft.ground.names import (
     RULES,
@@ -340,6 +340,19 @@ QWEN2_MOE = MIXTURE | {
     **{"intermediate_size": 5632, "moe_intermediate_size": 1408, "num_hidden_layers": 24},
     **{"shared_expert_intermediate_size": 5632, "num_experts": 60, "vocab_size": 151936},
 }
+
+
+@pytest.mark.parametrize(
+    ("hf", "has_adapter", "text"),
+    [(MOE, False, "GLM-4.5, DeepSeek-V3"), (GLM_AIR, True, "leave one of the two out")],
+)
+def test_biases_that_would_not_move_are_refused(
+    hf: dict[str, Any], has_adapter: bool, text: str
+) -> None:
+    check_bias_updates(0.0, Dims.of(hf), has_adapter)
+    check_bias_updates(1e-3, Dims.of(GLM_AIR), False)
+    with pytest.raises(ConfigError, match=text):
+        check_bias_updates(1e-3, Dims.of(hf), has_adapter)
 
 
 @pytest.mark.parametrize(
