@@ -1,4 +1,4 @@
-"""`staging=auto`: three saves of each kind, then the kind whose steps were shorter."""
+"""`staging=auto`: three saves of each kind, then lazy, unless each eager step was shorter."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,21 @@ import pytest
 
 from rft.checkpoint import stager
 
+LAZY, EAGER = "lazy", "eager"
 
-@pytest.mark.parametrize(("lazy", "eager"), [(3.0, 2.0), (2.0, 3.0)])
-def test_auto_takes_what_was_quicker(
-    monkeypatch: pytest.MonkeyPatch, lazy: float, eager: float
+
+@pytest.mark.parametrize(
+    ("lazy", "eager", "slow", "taken"),
+    [
+        (3.0, 2.0, (), EAGER),
+        (3.0, 2.0, (1,), EAGER),  # a slow lazy step: what is compared with is the quickest
+        (3.0, 2.0, (4,), LAZY),  # a slow eager one: not every one was shorter
+        (2.0, 3.0, (), LAZY),
+        (2.0, 3.0, (0, 1), LAZY),
+    ],
+)
+def test_auto_takes_eager_where_it_was_always_quicker(
+    monkeypatch: pytest.MonkeyPatch, lazy: float, eager: float, slow: tuple[int, ...], taken: str
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(stager, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -18,12 +29,12 @@ def test_auto_takes_what_was_quicker(
     chosen = []
     for number in range(8):
         chosen.append(choice.next())
-        outlier = 50.0 if number in (1, 4) else 0.0  # one slow step of each kind decides nothing
-        now[0] += (lazy if chosen[-1] == "lazy" else eager) + outlier
+        outlier = 50.0 if number in slow else 0.0
+        now[0] += (lazy if chosen[-1] == LAZY else eager) + outlier
         choice.updated()
         now[0] += 1.0  # a step without a save
         choice.updated()
-    assert chosen == ["lazy"] * 3 + ["eager"] * 3 + ["lazy" if lazy < eager else "eager"] * 2
+    assert chosen == [LAZY] * 3 + [EAGER] * 3 + [taken] * 2
 
 
 @pytest.mark.parametrize("kind", ["lazy", "eager"])
