@@ -369,9 +369,9 @@ class Stager:
 
 
 class StagingTuner:
-    """`auto`: three saves lazy, three eager, then lazy, unless each eager step was shorter than each
-    lazy one. Steps differ for many reasons, and eager taken by mistake costs every step a whole
-    copy; lazy taken by mistake costs what an eager copy could have saved, which is little.
+    """`auto`: three saves lazy, three eager, then lazy, unless each eager step was shorter than
+    each lazy one. Steps differ for many reasons, and eager taken by mistake costs every step a
+    whole copy; lazy taken by mistake costs what an eager copy could have saved, which is little.
 
     Times are between two updates.
     """
