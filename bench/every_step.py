@@ -181,6 +181,7 @@ def measured(case: Case, rounds: int, budget_s: float) -> tuple[Any, int, float]
         results = context.Queue()
         rank = context.Process(target=train, args=(Path(top), case, rounds, budget_s, results))
         rank.start()
+        of_python = [one.pid for one in psutil.Process().children() if one.pid != rank.pid]
         try:
             while results.empty():
                 rank.join(0.5)
@@ -189,7 +190,7 @@ def measured(case: Case, rounds: int, budget_s: float) -> tuple[Any, int, float]
             return results.get()
         finally:
             rank.join(30)
-            end_descendants(5.0)
+            end_descendants(5.0, spare=of_python)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
