@@ -151,7 +151,7 @@ def draw(found: dict[int, dict[str, RunRecord]], out: Path) -> None:
                 steps, values = zip(*record.series(metric), strict=True)
                 grey = {"color": curves.MUTED, "linestyle": "--"} if name == FRESH else {}
                 axes.plot(steps, curves.smooth(values), label=name, linewidth=1.6, **grey)
-            axes.legend(frameon=False, fontsize=8)
+            axes.legend(frameon=False, fontsize=8, ncols=2 if len(records) > 4 else 1)
     figure.tight_layout(h_pad=4)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
