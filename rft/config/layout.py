@@ -194,9 +194,7 @@ def _adapter_problems(
             "greater than 0"
         )
     if set(targets) - set(known) or not targets:
-        yield (
-            f"{key}[0].target_modules={targets}: use all-linear or some of {', '.join(known)}"
-        )
+        yield (f"{key}[0].target_modules={targets}: use all-linear or some of {', '.join(known)}")
         return
     for parts in layers.values():
         if 0 < len(set(parts) & set(targets)) < len(parts):
