@@ -168,7 +168,7 @@ def lora_of(configs: list[LoraConfig], dims: Dims) -> Lora | None:
                 "trains all weights"
             )
     asked, layers = configs[0], fused(dims)
-    # of a mixture they are those of attention: what experts multiply an adapter by is asked for
+    # experts have as many adapters as there are experts: only who names them gets these
     linear = [part for parts in (ATTENTION if dims.experts else layers).values() for part in parts]
     targets = linear if asked.target_modules == ["all-linear"] else asked.target_modules
     refuse_all(_adapter_problems(configs, targets, layers))
@@ -194,7 +194,7 @@ def _adapter_problems(
             "greater than 0"
         )
     if set(targets) - set(known) or not targets:
-        yield (f"{key}[0].target_modules={targets}: use all-linear or some of {', '.join(known)}")
+        yield f"{key}[0].target_modules={targets}: use all-linear or some of {', '.join(known)}"
         return
     for parts in layers.values():
         if 0 < len(set(parts) & set(targets)) < len(parts):
@@ -224,7 +224,7 @@ def sync_of(asked: str | None, lora: Lora | None, dims: Dims, device: str) -> st
     if dims.experts and device == "cpu":
         reasons.append("on a CPU vLLM has no adapters in a model with experts")
     if dims.experts and not lora.layers <= ATTENTION.keys():
-        reasons.append("engines get adapters of attention alone in a model with experts")
+        reasons.append("in a model with experts engines add adapters to attention alone")
     if asked == "adapter" and reasons:
         raise ConfigError(f"{key}=adapter: {'; '.join(reasons)}; set {key}=merged")
     tried = not dims.experts  # with experts on a GPU it is there for who asks for it

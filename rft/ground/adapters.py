@@ -8,8 +8,8 @@ so a fused layer has one A for each, stacked by rows, and one B whose rows are t
     column layer (qkv, gate_up)    A [P*r, i]  on every rank        B [o/T, r]  cut as the layer is
     row layer (o_proj, down_proj)  A [r, i/T]  cut as the layer is  B [o, r]    on every rank
 
-An expert's layers have an adapter each, by the sizes of the experts' own parallelism. megatron names
-its matrices `lora_A` and `lora_B`, with a number behind where all experts of a rank are one module.
+An expert has adapters of its own, for which T is the experts' own tensor parallelism. The matrices
+are `lora_A` and `lora_B` in megatron, with a number behind where experts are together one module.
 
 In: the bound rule of a layer's weight (`rft.ground.names`). Out: the same for its adapter, in HF
 coordinates, so checkpoints and exports know nothing of the layout. Embeddings have no adapters.

@@ -171,5 +171,13 @@ def test_what_vllm_cannot_add_is_refused(models: dict[str, Path]) -> None:
         match="up to rank 512, model.lora_configs says 600; on a CPU .*lora_sync=merged",
     ):
         sync_of("adapter", lora, dims, "cpu")
+    for feature, what in (("mla", "latent attention"), ("biases", "projections of gpt-oss")):
+        with pytest.raises(ConfigError, match=f"{what} cannot have adapters"):
+            lora_of([LoraConfig()], replace(dims, more=frozenset({feature})))
+    every = ["gate_proj", "up_proj", "down_proj"]
+    experts = lora_of([LoraConfig(target_modules=every)], dims)
+    assert sync_of(None, experts, dims, "cuda") == "merged"
+    with pytest.raises(ConfigError, match="add adapters to attention alone.*lora_sync=merged"):
+        sync_of("adapter", experts, dims, "cuda")
     with pytest.raises(ConfigError, match="lora_sync=merged: the policy has no adapter"):
         sync_of("merged", None, dims, "cpu")
