@@ -1,6 +1,7 @@
 """Which adapter a request gets, how long that one stays, and what the workers are told to drop."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
