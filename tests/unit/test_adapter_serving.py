@@ -59,7 +59,7 @@ def test_vllm_is_asked_for_room_in_the_trained_layers_only(serving: AdapterServi
         "max_lora_rank": 16,
         "max_loras": 2,
         "max_cpu_loras": 2,
-        "lora_target_modules": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"],
+        "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     }
     assert len(serving.tensors) == 2 * 2 * 7
 
