@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.config.schema import Config, LoraConfig, MegatronConfig, SynchronizerConfig
-from rft.ground.adapters import FUSED, PROJECTIONS, Lora, adapter_names
+from rft.ground.adapters import ATTENTION, Lora, adapter_names, fused
 from rft.ground.errors import ConfigError, refuse_all
 from rft.ground.families import route_bytes
 from rft.ground.names import DTYPES, ITEM_BYTES, Dims, architecture_of, hf_names, read_hf_config
@@ -167,25 +167,25 @@ def lora_of(configs: list[LoraConfig], dims: Dims) -> Lora | None:
                 f"model.lora_configs: {what} cannot have adapters in rft; leave it out, which "
                 "trains all weights"
             )
-    asked = configs[0]
-    known = tuple(
-        p
-        for p in PROJECTIONS
-        if not dims.experts or p in FUSED["linear_qkv"] + FUSED["linear_proj"]
-    )
-    targets = known if asked.target_modules == ["all-linear"] else tuple(asked.target_modules)
-    refuse_all(_adapter_problems(configs, targets, known, dims))
+    asked, layers = configs[0], fused(dims)
+    # experts have as many adapters as there are experts: only who names them gets these
+    linear = [part for parts in (ATTENTION if dims.experts else layers).values() for part in parts]
+    targets = linear if asked.target_modules == ["all-linear"] else asked.target_modules
+    refuse_all(_adapter_problems(configs, targets, layers))
+    taken = {name: parts for name, parts in layers.items() if parts[0] in targets}
     return Lora(
         asked.lora_rank,
         asked.lora_alpha,
-        frozenset(n for n, parts in FUSED.items() if parts[0] in targets),
+        frozenset(taken),
+        tuple(part for parts in taken.values() for part in parts),
     )
 
 
 def _adapter_problems(
-    configs: list[LoraConfig], targets: tuple[str, ...], known: tuple[str, ...], dims: Dims
+    configs: list[LoraConfig], targets: list[str], layers: dict[str, tuple[str, ...]]
 ) -> Iterator[str]:
     key, asked = "model.lora_configs", configs[0]
+    known = [part for parts in layers.values() for part in parts]
     if len(configs) > 1:
         yield f"{key} has {len(configs)} entries; a policy is trained with one adapter: leave one"
     if asked.lora_rank < 1 or asked.lora_alpha <= 0:
@@ -194,16 +194,12 @@ def _adapter_problems(
             "greater than 0"
         )
     if set(targets) - set(known) or not targets:
-        dense = "; experts have no adapters" if dims.experts else ""
-        yield (
-            f"{key}[0].target_modules={list(targets)}: use all-linear or some of "
-            f"{', '.join(known)}{dense}"
-        )
+        yield f"{key}[0].target_modules={targets}: use all-linear or some of {', '.join(known)}"
         return
-    for parts in FUSED.values():
+    for parts in layers.values():
         if 0 < len(set(parts) & set(targets)) < len(parts):
             yield (
-                f"{key}[0].target_modules={list(targets)}: {', '.join(parts)} are one layer in "
+                f"{key}[0].target_modules={targets}: {', '.join(parts)} are one layer in "
                 "Megatron; give all of them or none"
             )
 
@@ -227,6 +223,8 @@ def sync_of(asked: str | None, lora: Lora | None, dims: Dims, device: str) -> st
         )
     if dims.experts and device == "cpu":
         reasons.append("on a CPU vLLM has no adapters in a model with experts")
+    if dims.experts and not lora.layers <= ATTENTION.keys():
+        reasons.append("in a model with experts engines add adapters to attention alone")
     if asked == "adapter" and reasons:
         raise ConfigError(f"{key}=adapter: {'; '.join(reasons)}; set {key}=merged")
     tried = not dims.experts  # with experts on a GPU it is there for who asks for it

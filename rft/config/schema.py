@@ -38,7 +38,7 @@ from rft.config.values import (
 class LoraConfig(Section):
     lora_rank: Annotated[Int, "rank of the adapter"] = 32
     lora_alpha: Annotated[Float, "the adapter is scaled by lora_alpha / lora_rank"] = 32.0
-    target_modules: Annotated[list[Str], "or q_proj, k_proj, v_proj, o_proj ..."] = field(
+    target_modules: Annotated[list[Str], "or q_proj, k_proj ...; experts only by name"] = field(
         default_factory=lambda: ["all-linear"]
     )
 

@@ -427,9 +427,12 @@ class Place:
         """Which of how many ranks that hold this shard of the parameter this one is; None: a rank
         of another shard counts for it, as it does for what tensor parallelism does not cut.
         """
+        rank = self.etp_rank if bound.is_expert else self.tp_rank
+        if bound.kind == "replicated" and rank:
+            return None
         if bound.is_expert:
             return self.expert_copy, self.expert_copies
-        return (self.copy, self.copies) if bound.kind != "replicated" or self.tp_rank == 0 else None
+        return self.copy, self.copies
 
 
 LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")

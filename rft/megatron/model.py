@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from rft.data.prefixes import Computed
-from rft.ground.adapters import SUFFIXES, Lora
+from rft.ground.adapters import Lora, beside
 from rft.ground.families import rope_of, sums_to_one, window_of, windowed
 from rft.ground.names import Dims, Latent, bind
 from rft.megatron.attention import (
@@ -328,8 +328,8 @@ def block_spec(
         submodules(kinds[True].submodules.mlp).router = BiasedRouter
     if "biases" in dims.features and not with_engine:
         submodules(submodules(kinds[True].submodules.mlp).experts).linear_fc2 = CopyingRow
-    for layer in kinds.values() if lora else ():
-        add_adapters(layer.submodules, lora, dims, mesh.place)
+    for has_experts, layer in kinds.items() if lora else ():
+        add_adapters(layer.submodules, has_experts, lora, dims, mesh.place)
     # The block takes its final norm from here; given only layer specs it would take torch's, which
     # refuses sequence parallel.
     return TransformerBlockSubmodules(
@@ -440,7 +440,7 @@ def _mark_shards(model: GPTModel, dims: Dims) -> None:
     would count as copies on all but the first rank, and the gradient norm would miss their shards.
     """
     for name, parameter in model.named_parameters():
-        if name.endswith(SUFFIXES):  # they mark themselves
+        if beside(name):  # they mark themselves
             continue
         bound = bind(name, 0, features=dims.features)
         # an expert's bias is on one rank alone, like the expert

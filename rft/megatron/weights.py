@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from rft.config import ConfigError
-from rft.ground.adapters import PREFIX, SUFFIXES, Lora, adapter, adapter_names
+from rft.ground.adapters import PREFIX, Lora, adapter, adapter_names, beside
 from rft.ground.names import (
     VALUE_HEAD,
     BoundRule,
@@ -92,15 +92,15 @@ def shards(model: Sequence[nn.Module], dims: Dims, place: Place) -> list[Shard]:
 
 
 def _shard(name: str, parameter: nn.Parameter, first_layer: int, dims: Dims, place: Place) -> Shard:
-    layer, dot, last = name.rpartition(".")
-    if dot + last in SUFFIXES:
-        base = bind(f"{layer}.weight", first_layer, features=dims.features)
+    if found := beside(name):
+        which, weight = found
+        base = bind(weight, first_layer, place.first_expert(dims), dims.features)
         rank = (
             parameter.shape[1]
-            if last == "lora_B"
+            if which == "lora_B"
             else parameter.shape[0] // (1 if base.kind == "row" else len(base.hf))
         )
-        held = adapter(last, base, dims, place, rank)
+        held = adapter(which, base, dims, place, rank)
         return Shard(parameter, held.bound, held.shapes, held.segments, False)
     bound = bind(name, first_layer, place.first_expert(dims), dims.features)
     shapes = tuple(

@@ -3,7 +3,10 @@ exported, in PEFT's names.
 """
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,10 @@ import pytest
 import torch
 from grids import by_layout, sampled
 from rows import make_rows
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from test_families import EXPERTS as EXPERT_LAYOUTS
+from test_families import SMALL, TOYS
+from test_parity import assert_gradients_match, gradients, hf_model, hf_weights
 
 from rft.checkpoint.sharding import boxes
 from rft.config import ConfigError, LoraConfig
@@ -19,11 +25,13 @@ from rft.config.layout import lora_of
 from rft.ground.adapters import adapter_names
 from rft.ground.names import Dims, architecture_of, read_hf_config
 from rft.sync.plan import coverage_errors
+from rft.tools.toy import write_model
 
 from ranks import Ranks
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0}
 ATTENTION = LORA | {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+MLP = {"w123": ["w1", "w2", "w3"], "": ["gate_proj", "up_proj", "down_proj"]}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
     "tp2-sp": (2, {"tp": 2, "sp": True}),
@@ -31,6 +39,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"cp": 2}),
     "dp2": (2, {}),
     "tp4-sp": (4, {"tp": 4, "sp": True}),
+}
+# gloo gathers no unequal parts, which the dispatcher of GPUs does between the shards of experts
+GATHERS = {"override_transformer_config": {"moe_token_dispatcher_type": "allgather"}}
+# of the experts of a toy of test_families, or of those of `checkpoints`
+MIXTURES: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {
+    "moe": EXPERT_LAYOUTS
+    | {
+        "tp2-ep2": (4, {"tp": 2, "ep": 2, "sp": True}),
+        "ep2-etp2": (4, {"ep": 2, "etp": 2}),
+        "pp2": (2, {"pp": 2}),
+    },
+    "mixtral": {"ep2": EXPERT_LAYOUTS["ep2"]},
+    "qwen2-moe": {"tp2-sp": EXPERT_LAYOUTS["tp2-sp"]},
+    "qwen2-moe-mixed": {"pp2-vpp2-ep2": EXPERT_LAYOUTS["pp2-vpp2-ep2"]},
+    "glm4-moe": {"tp2-ep2-etp1": EXPERT_LAYOUTS["tp2-ep2-etp1"]},
 }
 
 
@@ -87,21 +110,21 @@ def assert_formula(results: list[dict[str, Any]], path: Path, lora: dict[str, An
     """transformers with W + alpha/r B A, for each projection by
     itself, from the adapter's own tensors.
     """
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    found, merged = whole(results), results[0]["merged"]
+    found, merged, weights = whole(results), results[0]["merged"], hf_weights(path)
     layers = [
         name.removesuffix(".lora_A.weight") for name in found if name.endswith("lora_A.weight")
     ]
+    for layer in layers:
+        name = layer.removeprefix("base_model.model.") + ".weight"
+        delta = found[f"{layer}.lora_B.weight"] @ found[f"{layer}.lora_A.weight"]
+        weights[name] += torch.from_numpy(lora["lora_alpha"] / lora["lora_rank"] * delta)
+        assert np.allclose(weights[name].numpy(), merged[name], atol=1e-6), name
+    with TemporaryDirectory() as other:
+        shutil.copy(path / "config.json", other)
+        save_file(weights, Path(other) / "model.safetensors", {"format": "pt"})
+        model = hf_model(Path(other))
     with torch.no_grad():
-        for layer in layers:
-            name = layer.removeprefix("base_model.model.") + ".weight"
-            delta = found[f"{layer}.lora_B.weight"] @ found[f"{layer}.lora_A.weight"]
-            weight = model.get_parameter(name)
-            weight += torch.from_numpy(lora["lora_alpha"] / lora["lora_rank"] * delta)
-            assert np.allclose(weight.numpy(), merged[name], atol=1e-6), name
-        scores = dict(results[0]["scores"])
+        scores = dict(results[-1]["scores"])
         for index, row in enumerate(make_rows(6)):
             ids = torch.from_numpy(row.tokens)
             wanted = torch.log_softmax(model(ids[None]).logits[0] / row.temperature, -1)[:-1]
@@ -159,6 +182,124 @@ def assert_sent_once(
         assert positions == sorted(positions), "who receives from several ranks needs one order"
 
 
+def on_experts(path: Path, *more: str) -> dict[str, Any]:
+    features = Dims.of(read_hf_config(path)).features
+    return LORA | {"target_modules": MLP["w123" if "w123" in features else ""] + list(more)}
+
+
+Mixture = Callable[[str], tuple[Path, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def mixture(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Mixture:
+    """A model with experts, and an adapter for them."""
+    root = tmp_path_factory.mktemp("mixtures")
+
+    def of(toy: str) -> tuple[Path, dict[str, Any]]:
+        if toy == "moe":
+            return checkpoints[toy], on_experts(checkpoints[toy], *ATTENTION["target_modules"])
+        path = write_model(root / toy, tied=False, **(SMALL | TOYS[toy][0]))
+        return path, on_experts(path)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def pushed(ranks: Ranks, mixture: Mixture) -> Callable[[str], dict[str, Any]]:
+    """One rank's."""
+    kept: dict[str, dict[str, Any]] = {}
+
+    def of(toy: str) -> dict[str, Any]:
+        if toy not in kept:
+            path, lora = mixture(toy)
+            kept[toy] = ranks.run("lora_jobs:pushed", 1, path=str(path), lora=lora)[0]
+        return kept[toy]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "toy", [toy if toy == "moe" else pytest.param(toy, marks=pytest.mark.verify) for toy in MIXTURES]
+)
+def test_every_expert_has_an_adapter_of_its_own(
+    mixture: Mixture, pushed: Callable[[str], dict[str, Any]], toy: str
+) -> None:
+    """Experts that all tokens take, and MLPs between, too."""
+    path, lora = mixture(toy)
+    assert_formula([pushed(toy)], path, lora)
+    names = [name for name in hf_weights(path) if name.split(".")[-2] in lora["target_modules"]]
+    found = gradients([pushed(toy)])
+    assert found.keys() == {
+        f"base_model.model.{name.removesuffix('weight')}{which}.weight"
+        for name in names
+        for which in ("lora_A", "lora_B")
+    }
+    assert sum(".experts." in name for name in names) >= 3 * 8 * 2
+    unused = [name for name, value in found.items() if not np.linalg.norm(value)]
+    assert all(".experts." in name for name in unused) and len(unused) < 0.5 * len(found)
+
+
+@pytest.mark.parametrize(
+    ("toy", "layout"),
+    sampled(
+        [(toy, layout) for toy, layouts in MIXTURES.items() for layout in layouts],
+        **by_layout(MIXTURES["moe"], lambda case: {}),
+    ),
+)
+def test_an_expert_learns_the_same_in_every_layout(
+    ranks: Ranks,
+    mixture: Mixture,
+    pushed: Callable[[str], dict[str, Any]],
+    toy: str,
+    layout: str,
+) -> None:
+    path, lora = mixture(toy)
+    world, sizes = MIXTURES[toy][layout]
+    given: dict[str, Any] = {"path": str(path), "lora": lora, **sizes}
+    if "ep" in sizes and sizes.get("etp", sizes.get("tp", 1)) > 1:
+        given["megatron"] = GATHERS
+    results, wanted = ranks.run("lora_jobs:pushed", world, **given), pushed(toy)
+    assert_gradients_match(gradients(results), gradients([wanted]))
+    norms = [one["metrics"][0]["grad_norm"] for one in (results[0], wanted)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    found = whole(results)
+    assert all(np.array_equal(found[name], value) for name, value in whole([wanted]).items())
+    for name, value in wanted["merged"].items():
+        assert np.allclose(results[0]["merged"][name], value, atol=1e-6), name
+    assert_sent_once(results, found, names_of(path, lora))
+
+
+def test_adapters_of_experts_learn_along_the_routes_of_an_engine(
+    ranks: Ranks, mixture: Mixture, pushed: Callable[[str], dict[str, Any]]
+) -> None:
+    path, lora = mixture("moe")
+    given: dict[str, Any] = {"path": str(path), "lora": lora, "routed": True}
+    wanted = ranks.run("lora_jobs:pushed", 1, **given)
+    found = gradients(ranks.run("lora_jobs:pushed", 2, ep=2, **given))
+    assert_gradients_match(found, gradients(wanted))
+    free = gradients([pushed("moe")])
+    name = "base_model.model.model.layers.3.mlp.experts.5.down_proj.lora_B.weight"
+    assert np.linalg.norm(found[name] - free[name]) > 0.1 * np.linalg.norm(free[name])
+
+
+def test_adapters_of_experts_are_saved_for_any_number_of_ranks_and_for_peft(
+    ranks: Ranks, mixture: Mixture, tmp_path: Path
+) -> None:
+    path, lora = mixture("moe")
+    root = str(tmp_path / "run")
+    given: dict[str, Any] = {"path": str(path), "lora": lora, "root": root}
+    results = ranks.run("lora_jobs:pushed", 2, ep=2, **given)
+    (elsewhere,) = ranks.run("lora_jobs:resumed", 1, steps=1, **given)
+    assert elsewhere.keys() == results[0]["trained"].keys()
+    assert all(
+        np.array_equal(elsewhere[name], value) for name, value in results[0]["trained"].items()
+    )
+    exported = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    saved = whole([{"adapter": result["saved"]} for result in results])
+    assert sorted(exported) == sorted(names_of(path, lora))
+    assert all(np.array_equal(exported[name].numpy(), value) for name, value in saved.items())
+
+
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full"},
     "block": {
@@ -213,7 +354,7 @@ def test_a_checkpoint_is_the_adapter_alone_loads_elsewhere_and_exports_for_peft(
         ([LoraConfig(lora_rank=0)], False, "lora_rank=0"),
         ([LoraConfig(target_modules=["q_proj"])], False, "q_proj, k_proj, v_proj are one layer"),
         ([LoraConfig(target_modules=["lm_head"])], False, "use all-linear or some of q_proj"),
-        ([LoraConfig(target_modules=["down_proj"])], True, "experts have no adapters"),
+        ([LoraConfig(target_modules=["w1", "w3"])], True, "use all-linear or some of q_proj"),
     ],
 )
 def test_an_adapter_that_cannot_be_is_refused(

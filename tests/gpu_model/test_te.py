@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from te_record import RECORD, differences, record
 from test_families import SMALL, TOYS
-from test_lora import ATTENTION, LORA, assert_formula
+from test_lora import ATTENTION, GATHERS, LORA, assert_formula, on_experts
 from test_newest_megatron import newest_megatron
 from test_parity import (
     LAYOUTS,
@@ -125,3 +125,18 @@ def test_an_adapter_beside_its_layers_is_the_formula(
     path = checkpoints[family]
     results = ranks.run("lora_jobs:tuned", 2, path=str(path), lora=lora, tp=2, sp=True)
     assert_formula(results, path, lora)
+
+
+def test_adapters_of_all_experts_beside_one_grouped_layer_are_the_formula(
+    ranks: Ranks, checkpoints: dict[str, Path]
+) -> None:
+    """Also where experts are spread and each is cut, and their gradient is that of one rank."""
+    path = checkpoints["moe"]
+    given: dict[str, Any] = {"path": str(path), "lora": on_experts(path)}
+    (wanted,) = ranks.run("lora_jobs:pushed", 1, **given)
+    assert_formula([wanted], path, given["lora"])
+    world, sizes = LAYOUTS["tp2-ep2"]
+    found = ranks.run("lora_jobs:pushed", world, **given, **sizes, megatron=GATHERS)
+    assert_gradients_match(gradients(found), gradients([wanted]), limit=2e-5)
+    norms = [one["metrics"][0]["grad_norm"] for one in (found[0], wanted)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)

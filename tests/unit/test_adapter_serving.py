@@ -1,6 +1,7 @@
 """Which adapter a request gets, how long that one stays, and what the workers are told to drop."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_vllm_is_asked_for_room_in_the_trained_layers_only(serving: AdapterServi
         "max_lora_rank": 16,
         "max_loras": 2,
         "max_cpu_loras": 2,
-        "lora_target_modules": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"],
+        "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     }
     assert len(serving.tensors) == 2 * 2 * 7
 
@@ -171,5 +172,13 @@ def test_what_vllm_cannot_add_is_refused(models: dict[str, Path]) -> None:
         match="up to rank 512, model.lora_configs says 600; on a CPU .*lora_sync=merged",
     ):
         sync_of("adapter", lora, dims, "cpu")
+    for feature, what in (("mla", "latent attention"), ("biases", "projections of gpt-oss")):
+        with pytest.raises(ConfigError, match=f"{what} cannot have adapters"):
+            lora_of([LoraConfig()], replace(dims, more=frozenset({feature})))
+    every = ["gate_proj", "up_proj", "down_proj"]
+    experts = lora_of([LoraConfig(target_modules=every)], dims)
+    assert sync_of(None, experts, dims, "cuda") == "merged"
+    with pytest.raises(ConfigError, match="add adapters to attention alone.*lora_sync=merged"):
+        sync_of("adapter", experts, dims, "cuda")
     with pytest.raises(ConfigError, match="lora_sync=merged: the policy has no adapter"):
         sync_of("merged", None, dims, "cpu")
