@@ -413,7 +413,8 @@ def states(
 ) -> tuple[list[ChosenState], list[str]]:
     """Rank 0's: what may be gone on from, newest first, and who contradicts, by what ranks have
     `told`. Agents of other nodes are asked, and `told` grows, where something is missing, or where
-    ranks could not read what they have found (`others`).
+    ranks could not read what they have found (`others`). Before that only the newest is told: where
+    its bytes have changed, nodes on which no rank has come back may have them.
     """
 
     def chosen() -> tuple[list[ChosenState], list[str]]:
@@ -426,7 +427,7 @@ def states(
         told.append(memory.ask_others(told))
         found, lies = chosen()
     memory.reached = newest_offered([one for each in told for one in each.offers])[1]
-    return found, lies
+    return (found if others else found[:1]), lies
 
 
 @contextlib.contextmanager

@@ -127,6 +127,7 @@ def test_an_adapter_beside_its_layers_is_the_formula(
     assert_formula(results, path, lora)
 
 
+@pytest.mark.verify
 def test_adapters_of_all_experts_beside_one_grouped_layer_are_the_formula(
     ranks: Ranks, checkpoints: dict[str, Path]
 ) -> None:

@@ -2,6 +2,7 @@
 lost with their disks.
 """
 
+import mmap
 import os
 import random
 import shutil
@@ -143,6 +144,21 @@ def test_bytes_that_have_changed_are_taken_from_another_node(
         cluster.lie(random.Random(0), "node1")
         assert cluster.found(["node1"]) == (1, [])
         assert "was changed" in caplog.text
+    finally:
+        cluster.close()
+
+
+def test_nodes_without_ranks_are_asked_before_a_step_is_made_again(memory_path: Path) -> None:
+    cluster = Cluster(memory_path / "c", (1, 1, 1), room_s=PATIENCE)
+    try:
+        for step in (1, 2):
+            assert cluster.make_step() == 3 and cluster.await_whole(step)
+        rank = cluster.ranks[1]  # its part lies on node2, too
+        [slot] = [window.slot for begin, window in rank.told if begin.step == 2]
+        cluster.end_ranks()
+        with mmap.mmap(rank.settings.slots[slot], cluster.slot_bytes) as place:
+            place[0] ^= 0xFF
+        assert cluster.found(["node0", "node1"]) == (2, [])
     finally:
         cluster.close()
 
