@@ -149,8 +149,8 @@ def agreement(replays: list[RouterReplay], mesh: Any) -> dict[str, float]:
 
 
 def rebalance(model: Sequence[nn.Module], dims: Dims, rate: float, mesh: Any) -> dict[str, float]:
-    """Move the correction biases by what all ranks have counted, and begin to count anew. A
-    collective. `routing/max_load`: of the busiest expert, in mean loads of its layer.
+    """Move the correction biases by what all ranks have counted. A collective.
+    `routing/max_load`: of the busiest expert, in mean loads of its layer.
     """
     routers = [
         layer.mlp.router
@@ -163,7 +163,6 @@ def rebalance(model: Sequence[nn.Module], dims: Dims, rate: float, mesh: Any) ->
     for replay in (router.router_replay for router in routers):
         if replay.load is not None:
             load[replay.number] = replay.load.cpu()
-        replay.load = None
     mesh.reduce(load, load[:0])
     mean = load.mean(1, keepdim=True)
     for router in routers:

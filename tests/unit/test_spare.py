@@ -172,6 +172,6 @@ def test_a_title_longer_than_the_command_line_is_cut(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     ) as process:
-        until(lambda: psutil.Process(process.pid).cmdline()[0] == "short", "it has its title")
+        until(lambda: psutil.Process(process.pid).cmdline()[:1] == ["short"], "it has its title")
         assert set("".join(psutil.Process(process.pid).cmdline()[1:])) == {"x"}
         process.communicate(b"\n", PATIENCE)
