@@ -446,12 +446,9 @@ def attention_dtype(tensor: "torch.Tensor") -> "torch.dtype":
 
 def cached_slices(rows: "torch.Tensor") -> Iterator[slice]:
     """Cuts of [n, width] for operations that follow each other: on a CPU so small that what one
-    leaves is still in the cache of each core for the next, and enough for all of torch's threads;
-    elsewhere one.
+    leaves is still in the cache of a core for the next, elsewhere one.
     """
-    import torch
-
-    few = max(1, torch.get_num_threads() * HOST_CACHE // max(1, rows.shape[1]))
+    few = max(1, HOST_CACHE // max(1, rows.shape[1]))
     step = few if rows.device.type == "cpu" else max(1, len(rows))
     return (slice(at, at + step) for at in range(0, len(rows), step))
 

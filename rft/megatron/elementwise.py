@@ -2,30 +2,36 @@
 Each as one function with a gradient of its own.
 
 In and out: tensors of any type on any device; the type of what comes in is that of what goes out.
-torch's and megatron's own are made of single operations there (a card with Transformer Engine has
-kernels): every one reads and writes all of memory again, and their gradients are twice as many. On
-a CPU, where the products are quick (AMX), these took about a third of a step. Here a few rows are
-worked on at a time, so that what one operation leaves is in the cache for the next, and only what
-the gradient needs is kept. Invariant: sums are fp32, and results are rounded where transformers
-rounds them.
+In fp32 torch's own do it. Of other types they and megatron's are made of single operations (a card
+with Transformer Engine has kernels): every one reads and writes all of memory again, and their
+gradients are twice as many. On a CPU, where the products are quick (AMX), these took about a third
+of a step. Here a few rows are worked on at a time, so that what one operation leaves is in the
+cache for the next, and only what the gradient needs is kept. Invariant: sums are fp32, and results
+are rounded where transformers rounds them.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rft.ground.device import cached_slices
 
 
 def root_mean_square(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / rms(x) over the last axis."""
+    if x.dtype == torch.float32:
+        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
     result: Tensor = _RootMeanSquare.apply(x, weight, eps)
     return result
 
 
 def gated(both: Tensor) -> Tensor:
     """silu(gate) * up, of [..., gate and up behind it]."""
+    if both.dtype == torch.float32:
+        gate, up = both.chunk(2, -1)
+        return functional.silu(gate) * up
     result: Tensor = _Gated.apply(both)
     return result
 
@@ -67,7 +73,7 @@ class _Gated(torch.autograd.Function):
         width = rows.shape[1] // 2
         out = rows.new_empty(len(rows), width)
         for some in cached_slices(rows):
-            opened = torch.nn.functional.silu(rows[some, :width])
+            opened = functional.silu(rows[some, :width])
             torch.mul(opened, rows[some, width:], out=out[some])
         ctx.save_for_backward(rows)
         return out.view(*both.shape[:-1], width)
@@ -79,7 +85,7 @@ class _Gated(torch.autograd.Function):
         given, of_both = gradient.reshape(-1, width), torch.empty_like(rows)
         for some in cached_slices(rows):
             gate, passed = rows[some, :width], given[some]
-            torch.mul(passed, torch.nn.functional.silu(gate), out=of_both[some, width:])
+            torch.mul(passed, functional.silu(gate), out=of_both[some, width:])
             product = passed * rows[some, width:]
             of_both[some, :width] = torch.ops.aten.silu_backward(product, gate)
         return of_both.view(*gradient.shape[:-1], 2 * width)

@@ -103,7 +103,8 @@ def _saved_buffers(model: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.
 def _digest(samples: list[torch.Tensor]) -> int:
     if not samples:
         return 0
-    found = torch.stack([one.sum(dtype=torch.int64) for one in samples]).tolist()
+    sums = torch.stack([one.sum(dtype=torch.int64) for one in samples])
+    found = sums.tolist()  # one wait for the device
     return sum((2 * at + 1) * one for at, one in enumerate(found)) % 2**62
 
 
