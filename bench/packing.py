@@ -84,8 +84,9 @@ def draw(seed: int) -> list[int]:
 
 
 def rows_of(lengths: list[int]) -> list[Row]:
-    zeros = np.zeros(LONGEST)
-    return [Row(*(zeros[:n] for _ in range(5))) for n in lengths]
+    tokens, trained = np.zeros(LONGEST, dtype=np.int32), np.ones(LONGEST, dtype=bool)
+    zeros = np.zeros(LONGEST, dtype=np.float32)
+    return [Row(tokens[:n], trained[:n], *(zeros[:n] for _ in range(3))) for n in lengths]
 
 
 def ours(lengths: list[int], cost: Cost, layout: Layout) -> Cut:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench import packing as packing_bench
 from rft.data.context_parallel import cp_index, cp_positions, slice_cp
 from rft.data.packing import (
     Cost,
@@ -367,3 +368,11 @@ def test_microbatches_survive_the_wire() -> None:
         for name in Packed.__dataclass_fields__.keys() - {"scores", "routes"}:
             a, b = getattr(sent, name), getattr(received, name)
             assert a.dtype == b.dtype and np.array_equal(a, b)
+
+
+def test_the_benchmark_of_packing_meets_its_bars_in_a_round() -> None:
+    """Nothing of it is timed but `ms`: the same on every machine."""
+    layout = packing_bench.LAYOUTS[-1]
+    found = packing_bench.compare("8b", layout, 1)
+    assert found["real/padded"][1] >= packing_bench.BARS["real/padded"]
+    assert found["dp_cost_max/mean"][1] <= packing_bench.BARS["dp_cost_max/mean"]
