@@ -30,8 +30,7 @@ class CoverageError(ValueError):
     """Pieces that leave a part of a tensor out, or hold it twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True, array_like=True):
     """A rank holds this; `stored=False`: other claims cover the same elements, in another cut, and
     are the ones to store.
     """

@@ -16,11 +16,11 @@ import logging
 import mmap
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -277,7 +277,7 @@ def _within(claim: Claim, block: Block) -> Claim | None:
     offset[dim], shape[dim] = start, min(offset[dim] + shape[dim], block.stop) - start
     if shape[dim] <= 0:
         return None
-    return replace(claim, offset=tuple(offset), shape=tuple(shape))
+    return msgspec.structs.replace(claim, offset=tuple(offset), shape=tuple(shape))
 
 
 def file_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
