@@ -321,8 +321,10 @@ def _fill(held: list[Box], shape: Extent) -> bool:
     Just when their corners, signed, add up to those of the whole: a sum of boxes is given by its
     mixed difference, and that of a box is its corners. So no two boxes need be compared.
     """
-    corners: dict[Extent, int] = defaultdict(int)
     whole = Box((0,) * len(shape), shape, 0)
+    if held == [whole]:
+        return True
+    corners: dict[Extent, int] = defaultdict(int)
     for count, box in [(-1, whole), *((1, box) for box in held)]:
         if 0 in box.shape:
             continue

@@ -20,15 +20,22 @@ from rft.config import OptimizerConfig
 from rft.megatron import schedule
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+ALIGNED = 16  # elements of fp32 in a line of a cache
 
 
-def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    """On a CPU memory that the kernel gives as zeros when it is first used: a state that is read
-    into it is the first to touch it.
+def zeros_like(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """On a CPU parts of one block that the kernel gives as zeros when it is first used: a state
+    that is read into it is the first to touch it, by large pages, for which numpy asks where a
+    block has 4 MiB.
     """
-    if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
-        return torch.zeros_like(tensor)
-    return torch.from_numpy(np.zeros(tuple(tensor.shape), np.float32))
+    if any(one.device.type != "cpu" or one.dtype != torch.float32 for one in tensors):
+        return [torch.zeros_like(one) for one in tensors]
+    lengths = [-(-one.numel() // ALIGNED) * ALIGNED for one in tensors]
+    block = torch.from_numpy(np.zeros(sum(lengths), np.float32))
+    return [
+        part[: one.numel()].view(one.shape)
+        for part, one in zip(block.split(lengths), tensors, strict=True)
+    ]
 
 
 class Optimizer:
@@ -75,12 +82,17 @@ class Optimizer:
         One fused kernel per shard on any device.
         """
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            for group in part.optimizer.param_groups:
+            groups = part.optimizer.param_groups
+            for group in groups:
                 group["foreach"], group["fused"] = False, True
-                for parameter in group["params"]:
-                    state = part.optimizer.state[parameter]
-                    state |= {name: zeros_like(parameter.data) for name in MOMENTS}
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            parameters = [parameter for group in groups for parameter in group["params"]]
+            for name in MOMENTS:
+                zeros = zeros_like([parameter.data for parameter in parameters])
+                for parameter, moment in zip(parameters, zeros, strict=True):
+                    part.optimizer.state[parameter][name] = moment
+            for parameter in parameters:
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                part.optimizer.state[parameter]["step"] = step
         part.init_state_fn(part.optimizer, part.config)  # of those of TE and Apex
 
     @staticmethod
