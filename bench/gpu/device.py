@@ -209,7 +209,7 @@ def copier(checks: Checks) -> None:
     checks.device.activate()
     size = 256 * MEBI if not checks.fake else MEBI
     slot, copies = Slot(0, size, checks.device), checks.device.copier()
-    target = slot.bytes_at(0, size)
+    target = slot.bytes[:size]
     weights = torch.randint(0, 255, (size,), dtype=torch.uint8, device=checks.device.torch)
     wrong = 0
     for _ in range(ROUNDS):

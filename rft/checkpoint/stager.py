@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
@@ -143,11 +144,12 @@ class Slot:
         if device.pin_memory:
             device.pin(self.address, size)
 
-    def bytes_at(self, at: int, count: int) -> "torch.Tensor":
+    @cached_property
+    def bytes(self) -> "torch.Tensor":
         """A uint8 tensor over this memory."""
         import torch
 
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=count, offset=at)
+        return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def close(self) -> None:
         """Give back the descriptor; the mapping goes with the last tensor over it."""
@@ -365,7 +367,7 @@ class Stager:
             raise ValueError(
                 f"{region.key} has {tensor.nbytes} bytes, {region.bytes} were planned at the start"
             )
-        self.copier.copy(slot.bytes_at(region.at - start, region.bytes), tensor)
+        self.copier.copy(slot.bytes, tensor, region.at - start)
 
 
 class StagingTuner:

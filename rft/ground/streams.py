@@ -93,8 +93,8 @@ class Copier(Protocol):
         computed until now, and nothing later.
         """
 
-    def copy(self, target: "torch.Tensor", source: "torch.Tensor") -> None:
-        """`target`: contiguous bytes on the host, as many as `source` has.
+    def copy(self, target: "torch.Tensor", source: "torch.Tensor", at: int = 0) -> None:
+        """`target`: contiguous bytes on the host; those of `source` go there from byte `at` on.
 
         May return before the copy is done.
         """
@@ -123,14 +123,14 @@ class HostCopier:
 
     def begin(self) -> None: ...
 
-    def copy(self, target: "torch.Tensor", source: "torch.Tensor") -> None:
-        import torch
-
-        flat = source.detach().contiguous()
-        if flat.device.type != "cpu":
-            flat = flat.cpu()
-        assert target.dtype == torch.uint8 and target.numel() == flat.nbytes
-        ctypes.memmove(target.data_ptr(), flat.data_ptr(), flat.nbytes)
+    def copy(self, target: "torch.Tensor", source: "torch.Tensor", at: int = 0) -> None:
+        """Hardly anything is done under the lock, for which the computing thread would wait before
+        each of its operations.
+        """
+        if not source.is_contiguous() or source.device.type != "cpu":
+            source = source.detach().contiguous().cpu()
+        assert 0 <= at <= target.nbytes - source.nbytes
+        ctypes.memmove(target.data_ptr() + at, source.data_ptr(), source.nbytes)
 
     def fence(self) -> None: ...
 
@@ -155,13 +155,14 @@ class CudaCopier:
 
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def copy(self, target: "torch.Tensor", source: "torch.Tensor") -> None:
+    def copy(self, target: "torch.Tensor", source: "torch.Tensor", at: int = 0) -> None:
         import torch
 
         with torch.cuda.stream(self._stream):
             flat = source.detach().contiguous()
             flat.record_stream(self._stream) if flat.is_cuda else None
-            target.copy_(flat.reshape(-1).view(torch.uint8), non_blocking=True)
+            place = target[at : at + flat.nbytes]
+            place.copy_(flat.reshape(-1).view(torch.uint8), non_blocking=True)
         self._done.record(self._stream)
 
     def fence(self) -> None:

@@ -11,6 +11,7 @@ from states import State, managed, trainer_config
 
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.reader import Checkpoint
+from rft.ground.streams import HostCopier
 
 FEW, ALL = 60, 1000
 
@@ -114,3 +115,13 @@ def test_the_mutator_tears_a_snapshot_that_nobody_protects(
 ) -> None:
     monkeypatch.setattr(CheckpointManager, "before_update", lambda self: 0.0)
     assert torn(memory_path / "c", 10, staging="lazy") > 0
+
+
+def test_a_copy_goes_where_it_belongs_and_no_further() -> None:
+    target = torch.zeros(32, dtype=torch.uint8)
+    strided = torch.arange(8, dtype=torch.int16).view(2, 4).T
+    copier = HostCopier()
+    copier.copy(target, strided, 12)
+    assert target.tolist() == [0] * 12 + [0, 0, 4, 0, 1, 0, 5, 0, 2, 0, 6, 0, 3, 0, 7, 0] + [0] * 4
+    with pytest.raises(AssertionError):
+        copier.copy(target, strided, 17)
