@@ -26,6 +26,7 @@ from bench.faults import (
     executed,
     kills,
     nodes,
+    patches,
     power,
 )
 from bench.faults.judge import Tally
@@ -65,7 +66,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--count", type=int, help="injections in all, without the control and what is drawn"
     )
     parser.add_argument(
-        "--only", choices=[*SHARES, "drawn", "control", "mutants", "nodes"], help="one class"
+        "--only",
+        choices=[*SHARES, "drawn", "patches", "control", "mutants", "nodes"],
+        help="one class",
     )
     parser.add_argument(
         "--seed",
@@ -83,6 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
                 tallies[name] = timed(lambda run=run, name=name: run(ground, counts[name]))
         if asked.only in (None, "drawn"):
             tallies["drawn"] = timed(lambda: drawn.run(ground, DRAWN[asked.quick], asked.seed))
+        if asked.only in (None, "patches"):
+            tallies["patches"] = timed(lambda: patches.run(ground, DRAWN[asked.quick], asked.seed))
         if asked.only in (None, "errors"):
             tallies["full disk"] = timed(
                 lambda: full_disks(ground, (0, 3, 6) if asked.quick else range(9))

@@ -31,19 +31,25 @@ REFUSALS = ("FileNotFoundError", "RestoreRefused")
 class Dice(random.Random):
     """Draws places as well as numbers; of checkpoints mostly the newest."""
 
+    steps: tuple[int, ...] = STEPS
+    prefix = "step_"
+
     def step(self) -> int:
-        return self.choices(STEPS, (1, 1, 4))[0]
+        return self.choices(self.steps, (*(1 for _ in self.steps[1:]), 4))[0]
+
+    def named(self, step: int) -> str:
+        return f"{self.prefix}{step:08d}"
 
     def directory(self, root: Path) -> Path:
-        return root / f"step_{self.step():08d}"
+        return root / self.named(self.step())
 
     def file(self, root: Path) -> Path:
         return self.directory(root) / self.choice(FILES)
 
     def older(self, path: Path) -> Path:
         """The same file of another step."""
-        steps = [step for step in STEPS if not path.parent.name.endswith(str(step))]
-        return path.parent.with_name(f"step_{self.choice(steps):08d}") / path.name
+        steps = [step for step in self.steps if path.parent.name != self.named(step)]
+        return path.parent.with_name(self.named(self.choice(steps))) / path.name
 
 
 def kind(act: Callable[[Dice, Path], object]) -> Callable[[Dice, Path], object]:
@@ -221,7 +227,7 @@ def emptied(dice: Dice, root: Path) -> None:
 
 @kind
 def no_manifests_at_all(dice: Dice, root: Path) -> None:
-    for path in root.glob("step_*/MANIFEST.json"):
+    for path in root.glob(f"{dice.prefix}*/MANIFEST.json"):
         remove(path)
     if dice.random() < 0.5:
         remove(root / "LATEST")
@@ -229,14 +235,14 @@ def no_manifests_at_all(dice: Dice, root: Path) -> None:
 
 @kind
 def renamed(dice: Dice, root: Path) -> None:
-    source, target = dice.directory(root), root / f"step_{dice.randrange(1, 12):08d}"
+    source, target = dice.directory(root), root / dice.named(dice.randrange(1, 12))
     if source.is_dir() and not target.exists():
         source.rename(target)
 
 
 @kind
 def copied(dice: Dice, root: Path) -> None:
-    source, target = dice.directory(root), root / f"step_{dice.randrange(4, 12):08d}"
+    source, target = dice.directory(root), root / dice.named(dice.randrange(4, 12))
     if source.is_dir() and not target.exists():
         shutil.copytree(source, target, symlinks=True, copy_function=copy)
 
@@ -255,15 +261,17 @@ def exchanged(dice: Dice, root: Path) -> None:
 
 @kind
 def hint(dice: Dice, root: Path) -> None:
-    ahead = json.dumps({"name": "step_00000099", "epoch": 9, "step": 99}).encode()
-    words = dice.choice((None, b"", b"\xff{]", b"step_00000001", ahead))
+    ahead = json.dumps({"name": dice.named(99), "epoch": 9, "step": 99}).encode()
+    words = dice.choice((None, b"", b"\xff{]", dice.named(1).encode(), ahead))
     remove(root / "LATEST") if words is None else (root / "LATEST").write_bytes(words)
 
 
 @kind
 def foreign(dice: Dice, root: Path) -> None:
-    (root / "step_00000007").mkdir(exist_ok=True)
-    (root / dice.choice(("notes", "step_12", ".tmp", "r00000.bin"))).write_bytes(b"hands off")
+    (root / dice.named(7)).mkdir(exist_ok=True)
+    (root / dice.choice(("notes", f"{dice.prefix}12", ".tmp", "r00000.bin"))).write_bytes(
+        b"hands off"
+    )
     if (path := dice.directory(root)).is_dir():
         (path / "extra").write_bytes(b"hands off")
 

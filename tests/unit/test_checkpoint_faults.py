@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CLASSES = ("kills", "executed", "power", "errors", "concurrency", "corruption", "drawn")
+CLASSES = (
+    *("kills", "executed", "power", "errors"),
+    *("concurrency", "corruption", "drawn", "patches"),
+)
 MUTANTS = (
     "sync data",
     "sync receipt",
