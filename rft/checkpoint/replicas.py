@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.2  # between looks at what holds slots, and at a peer that says nothing
 AGAIN_S = 0.5  # between tries to reach a peer
 STALLED_S = 5.0  # without a chunk taken: a slot that is wanted is not kept for it
-HELD_S = 10.0  # for the word that all others have theirs, for a slot that is wanted
+HELD_S = 10.0  # for the word that all others have theirs, beside what own parts take; likewise
 BUFFERS = 2  # of each part that comes here: one that is whole, one that arrives
 
 
@@ -211,7 +211,8 @@ class Replicas:
         self._there: set[str] = set()  # own states that the peer has
         self._whole: list[Whole] = []  # the newest last
         self._replicas: dict[tuple[int, str], Replica] = {}
-        self._moved = time.monotonic()  # when the peer last took something, or nothing was to do
+        self._moved = time.monotonic()  # when the peer last took something, or was gone
+        self._took_s = 0.0  # the newest part of those that the peer has, on its way
         self._roll = Roll(settings.world)
         self._lines: dict[int, PeerLine] = {}  # first agent: to all others; the others: to it
 
@@ -272,7 +273,7 @@ class Replicas:
         if not self._released:
             return []
         now = time.monotonic()
-        limit_s = STALLED_S if self._unsent() else HELD_S
+        limit_s = STALLED_S if self._unsent() else HELD_S + 2 * self._took_s
         since = max(self._moved, min(self._released.values()))
         if now < since + limit_s:
             return []
@@ -328,7 +329,6 @@ class Replicas:
             while True:
                 with self._changed:
                     if not (waiting := self._unsent()):
-                        self._moved = time.monotonic()
                         self._changed.wait(LOOK_S)
                         waiting = self._unsent()
                     keep = list(self._own)
@@ -337,10 +337,11 @@ class Replicas:
                 elif line.wait(0):
                     raise ConnectionError("it has ended")
         finally:
+            self._moved = time.monotonic()  # what it had is to be sent again
             line.close()
 
     def _send(self, line: PeerLine, part: OwnPart, keep: list[str]) -> None:
-        receipt = part.receipt
+        receipt, begun = part.receipt, time.monotonic()
         if self.told.journal and isinstance(position := (receipt.loop or {}).get("journal"), int):
             journal_copy.send(line, Path(self.told.journal), position)
             self._moved = time.monotonic()
@@ -356,6 +357,7 @@ class Replicas:
         self._expect(line)
         with self._changed:
             self._moved = time.monotonic()
+            self._took_s = self._moved - begun
             if receipt.id not in self._own:
                 return
             self._there.add(receipt.id)

@@ -21,7 +21,7 @@ from states import PATIENCE, Ranks, State, apart, equal, trainer_config, until, 
 
 from bench.faults.nodes import Cluster
 from rft.buffer.journal import Journal, payloads
-from rft.checkpoint import fence, grants, journal_copy
+from rft.checkpoint import fence, grants, journal_copy, replicas
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.neighbours import Seat, refusals
 from rft.checkpoint.parts import choose
@@ -144,6 +144,21 @@ def test_bytes_that_have_changed_are_taken_from_another_node(
         cluster.lie(random.Random(0), "node1")
         assert cluster.found(["node1"]) == (1, [])
         assert "was changed" in caplog.text
+    finally:
+        cluster.close()
+
+
+def test_a_part_that_never_comes_holds_no_slot_for_ever(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank's agent has died before it said so: nobody else knows."""
+    monkeypatch.setattr(replicas, "HELD_S", 0.5)
+    cluster = Cluster(memory_path / "c", (1, 1), room_s=PATIENCE)
+    try:
+        assert cluster.make_step() == 2 and cluster.await_whole(1)
+        cluster.step = 2
+        assert cluster.stage(cluster.ranks[0], 2)
+        assert cluster.make_step() == 2 and cluster.await_whole(3)
     finally:
         cluster.close()
 
