@@ -4,6 +4,7 @@ them without a deadline.
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -61,7 +62,7 @@ def train(manager: CheckpointManager, state: State, steps: range) -> None:
 
 @pytest.fixture
 def stop() -> Iterator[Stop]:
-    """Stops a child, until the end of the test at the latest."""
+    """Stops an agent, until the end of the test at the latest; then it ends, as its trainer has."""
     stopped: list[int] = []
 
     def stop_it(pid: int) -> int:
@@ -74,6 +75,7 @@ def stop() -> Iterator[Stop]:
     for descriptor in stopped:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, signal.SIGCONT)
+        select.select([descriptor], [], [], PATIENCE)  # or it writes where a directory is removed
         os.close(descriptor)
 
 
