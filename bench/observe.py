@@ -195,9 +195,9 @@ def trainer_of(
     config: Config, mesh: Any, models: Any, device: Any, switch: Switch, job: Path
 ) -> tuple[Any, Any]:
     from rft.algorithm import recipe
+    from rft.data.chat import load_tokenizer
     from rft.data.packing import Cost
     from rft.monitor.metrics import Speed
-    from rft.run.assembly import tokenizer_of
     from rft.sync.style import Cadence
     from rft.trainer.feed import Feed
     from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter
@@ -213,7 +213,7 @@ def trainer_of(
         Cost.of(models.policy.hf_config),
     )
     reporter = StepReporter(
-        config, job, 0, tokenizer_of(config), Speed(feed.cost, 1, None, False), dict
+        config, job, 0, load_tokenizer(config.model), Speed(feed.cost, 1, None, False), dict
     )
     reporter.monitor.sinks[0] = type(reporter.monitor.sinks[0])(
         "observed", config.trainer.total_steps, stream=io.StringIO()
@@ -229,6 +229,8 @@ def trainer_of(
     )
     saves = SimpleNamespace(
         requested=None,
+        remembered=None,
+        needed=0,
         save=lambda *_, **__: None,
         before_update=lambda: None,
         poll=list,
