@@ -280,6 +280,36 @@ def test_no_file_and_no_function_grows_out_of_sight() -> None:
                 assert length < 60, f"{path}:{node.lineno} {node.name} is too long"
 
 
+def names_in(path: Path) -> set[str]:
+    """That other modules may import from it: what stands at its top level, and modules beside."""
+    found = {one.stem for one in path.parent.glob("*.py")} if path.name == "__init__.py" else set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(one.asname or one.name).partition(".")[0] for one in node.names}
+    return found
+
+
+def test_benchmarks_import_what_is_there() -> None:
+    """Most of them are started by hand alone."""
+    missing = []
+    for path in sorted((PACKAGE.parent / "bench").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rft."):
+                where = MODULES.get(node.module or "")
+                beside = {one.name for one in node.names if f"{node.module}.{one.name}" in MODULES}
+                have = beside | (names_in(where) if where else set())
+                missing += [
+                    f"{path.name}: {node.module}.{one.name}"
+                    for one in node.names
+                    if one.name not in have
+                ]
+    assert missing == []
+
+
 def test_the_docs_name_files_that_are_there() -> None:
     """The lives of a task, a tensor and a checkpoint consist of them."""
     root = PACKAGE.parent
