@@ -211,7 +211,7 @@ class Replicas:
         self._there: set[str] = set()  # own states that the peer has
         self._whole: list[Whole] = []  # the newest last
         self._replicas: dict[tuple[int, str], Replica] = {}
-        self._moved = time.monotonic()  # when the peer last took something, or was gone
+        self._moved = time.monotonic()  # when the peer last took something, or had all
         self._took_s = 0.0  # the newest part of those that the peer has, on its way
         self._roll = Roll(settings.world)
         self._lines: dict[int, PeerLine] = {}  # first agent: to all others; the others: to it
@@ -337,7 +337,6 @@ class Replicas:
                 elif line.wait(0):
                     raise ConnectionError("it has ended")
         finally:
-            self._moved = time.monotonic()  # what it had is to be sent again
             line.close()
 
     def _send(self, line: PeerLine, part: OwnPart, keep: list[str]) -> None:

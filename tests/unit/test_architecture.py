@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from importlib.metadata import packages_distributions
 from itertools import chain
@@ -280,10 +281,18 @@ def test_no_file_and_no_function_grows_out_of_sight() -> None:
                 assert length < 60, f"{path}:{node.lineno} {node.name} is too long"
 
 
+def outside(node: ast.AST) -> Iterator[ast.AST]:
+    """All that is in it, and in no function or class."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from outside(child)
+
+
 def names_in(path: Path) -> set[str]:
-    """That other modules may import from it: what stands at its top level, and modules beside."""
-    found = {one.stem for one in path.parent.glob("*.py")} if path.name == "__init__.py" else set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """That other modules may import from it."""
+    found = set()
+    for node in outside(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

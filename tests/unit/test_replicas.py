@@ -163,6 +163,21 @@ def test_a_part_that_never_comes_holds_no_slot_for_ever(
         cluster.close()
 
 
+def test_a_peer_without_room_holds_no_slot_for_ever(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the first state, and refuses each one behind it, again and again."""
+    room = iter((2**40,))
+    monkeypatch.setattr(replicas, "STALLED_S", 0.5)
+    monkeypatch.setattr(replicas.host_memory, "available", lambda: next(room, 0))
+    cluster = Cluster(memory_path / "c", (1, 1), room_s=PATIENCE)
+    try:
+        assert cluster.make_step() == 2 and cluster.await_whole(1)
+        assert [cluster.make_step() for _ in range(3)] == [2, 2, 2]
+    finally:
+        cluster.close()
+
+
 def test_nodes_without_ranks_are_asked_before_a_step_is_made_again(memory_path: Path) -> None:
     cluster = Cluster(memory_path / "c", (1, 1, 1), room_s=PATIENCE)
     try:
