@@ -51,6 +51,13 @@ class Dice(random.Random):
         steps = [step for step in self.steps if path.parent.name != self.named(step)]
         return path.parent.with_name(self.named(self.choice(steps))) / path.name
 
+    def damage(self, root: Path) -> list[str]:
+        """By one to three corruptions; which."""
+        names = [self.choice(list(KINDS)) for _ in range(self.choice((1, 1, 1, 2, 3)))]
+        for name in names:
+            KINDS[name](self, root)
+        return names
+
 
 def kind(act: Callable[[Dice, Path], object]) -> Callable[[Dice, Path], object]:
     KINDS[act.__name__] = act
@@ -285,9 +292,7 @@ def run(ground: Ground, count: int, seed: int) -> Tally:
     for number in range(count):
         dice, root = Dice(f"{seed}:{number}"), ground.top / "drawn"
         shutil.copytree(whole, root)
-        names = [dice.choice(list(KINDS)) for _ in range(dice.choice((1, 1, 1, 2, 3)))]
-        for name in names:
-            KINDS[name](dice, root)
+        names = dice.damage(root)
         words = f"{number} of seed {seed}: {', '.join(names)}"
         tally.note(names[0], words, judged(ground, root, names))
         shutil.rmtree(root)

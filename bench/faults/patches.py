@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.faults.drawn import FILES, KINDS, Dice, contents
+from bench.faults.drawn import FILES, Dice, contents
 from bench.faults.judge import Tally
 from bench.faults.kills import Ground
-from bench.faults.toy import settings
+from bench.faults.toy import output, settings
 from rft.checkpoint import catalog, commit, sharding
 from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
-from rft.checkpoint.records import Begin, Output, Receipt, Report, Retention, decode_json
+from rft.checkpoint.records import Begin, Receipt, Report, decode_json
 from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import VERSIONS, Disk, LocalStorage
 from rft.checkpoint.versions import VersionKeeper
@@ -56,29 +56,20 @@ def publish(root: Path) -> dict[int, np.ndarray]:
     for step in VersionDice.steps:
         weights = np.where(chance.random(weights.shape) < CHANGED, weights + 1, weights)
         published[step], identity = weights, f"e0001n{step:04d}"
-        draft, final = commit.names_of(storage, VERSIONS, step, identity)
         for rank, keeper in reversed(list(enumerate(keepers))):
-            output = Output(
-                collection=VERSIONS,
-                draft=draft,
-                final=final,
-                regions=regions[rank],
-                layout=sharding.digest(regions),
-                bytes=sharding.extent(regions[rank]),
-                retention=Retention(),
-            )
+            place = output(storage, VERSIONS, step, identity, regions, rank)
             loop = {"step": step} if rank == 0 else None
             begin = Begin(
-                id=identity, step=step, outputs=[output], small={}, local={}, loop=loop, about={}
+                id=identity, step=step, outputs=[place], small={}, local={}, loop=loop, about={}
             )
             writer = Writer(begin, told[rank], storage, lambda count: None, keeper.stream)
-            data = bytearray(output.bytes)
+            data = bytearray(place.bytes)
             own = weights[rank * ROWS // WORLD : (rank + 1) * ROWS // WORLD].tobytes()
             data[: len(own)] = own
             writer.window(memoryview(data), 0)
             writer.finish()
         committer = commit.Committer(storage, told[0], heard.append)
-        committer.watch(begin, output, time.monotonic())
+        committer.watch(begin, place, time.monotonic())
         committer.look()
     return published
 
@@ -103,9 +94,7 @@ def run(ground: Ground, count: int, seed: int) -> Tally:
     for number in range(count):
         dice, root = VersionDice(f"{seed}:{number}"), ground.top / "versions_drawn"
         shutil.copytree(whole, root)
-        names = [dice.choice(list(KINDS)) for _ in range(dice.choice((1, 1, 1, 2, 3)))]
-        for name in names:
-            KINDS[name](dice, root / VERSIONS)
+        names = dice.damage(root / VERSIONS)
         words = f"{number} of seed {seed}: {', '.join(names)}"
         tally.note(names[0], words, judged(whole, root, published, needed))
         shutil.rmtree(root)

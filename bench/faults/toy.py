@@ -112,18 +112,7 @@ def begin(
             [r for r in found if not collection or r.key.startswith(sharding.MODEL)]
             for found in regions
         ]
-        draft, final = commit.names_of(storage, collection, cut.step, identity)
-        outputs.append(
-            Output(
-                collection=collection,
-                draft=draft,
-                final=final,
-                regions=listed[rank],
-                layout=sharding.digest(listed),
-                bytes=sharding.extent(listed[rank]),
-                retention=Retention(last=keep),
-            )
-        )
+        outputs.append(output(storage, collection, cut.step, identity, listed, rank, keep))
     loop = {"step": cut.step, "variant": cut.variant, "scale": cut.scale}
     return Begin(
         id=identity,
@@ -133,6 +122,28 @@ def begin(
         local={},
         loop=loop if rank == 0 else None,
         about={"toy": True} if rank == 0 else None,
+    )
+
+
+def output(
+    storage: Storage,
+    collection: str,
+    step: int,
+    identity: str,
+    regions: list[list[Region]],
+    rank: int,
+    keep: int = 0,
+) -> Output:
+    """Where a rank's part of a save goes; `regions`: of every rank."""
+    draft, final = commit.names_of(storage, collection, step, identity)
+    return Output(
+        collection=collection,
+        draft=draft,
+        final=final,
+        regions=regions[rank],
+        layout=sharding.digest(regions),
+        bytes=sharding.extent(regions[rank]),
+        retention=Retention(last=keep),
     )
 
 

@@ -168,7 +168,7 @@ def test_a_peer_without_room_holds_no_slot_for_ever(
 ) -> None:
     """It has the first state, and refuses each one behind it, again and again."""
     room = iter((2**40,))
-    monkeypatch.setattr(replicas, "STALLED_S", 0.5)
+    monkeypatch.setattr(replicas, "STALLED_S", 2 * replicas.AGAIN_S)
     monkeypatch.setattr(replicas.host_memory, "available", lambda: next(room, 0))
     cluster = Cluster(memory_path / "c", (1, 1), room_s=PATIENCE)
     try:
