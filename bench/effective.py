@@ -1,6 +1,6 @@
 """What failures cost a whole run: one in ten steps, each of a part that a seed has drawn.
 
-    python -m bench.effective [--model 135m] [--hands N] [--seed S] [--quick]
+    python -m bench.effective [--model 135m] [--tasks N] [--hands N] [--seed S] [--quick]
 
     ten calm steps ── ten steps, in one of them a part dies ── ten more, another ... ── ten calm
 
@@ -17,9 +17,11 @@ an order that is drawn, as are the step of the ten and the moment in it.
     again        steps that had been told before the failure, and were told again
 
 Out: tables, and one last line of JSON. Bar: effective at least 0.90, 135M, clean steps of at least
-20 s, each part twice. Elsewhere seconds are told, and what they would come to at 20 s a step. That
-is a projection: what ranks lose of their own work (steps again, the one under way) is taken for so
-much longer, rollouts that are made again are not. A part that died unasked is a problem, and told.
+20 s, each part twice. `--tasks`: of a step, so many that it takes its 20 s and little more on this
+machine, for in a longer one a failure weighs less. Elsewhere seconds are told, and what they would
+come to at 20 s a step. That is a projection: what ranks lose of their own work (steps again, the
+one under way) is taken for so much longer, rollouts that are made again are not. A part that died
+unasked is a problem, and told.
 """
 
 import argparse
@@ -94,6 +96,7 @@ def drawn(seed: int, hands: int) -> list[Failure]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.effective")
     parser.add_argument("--model", choices=MODELS, default="135m")
+    parser.add_argument("--tasks", type=int, help="of a step")
     parser.add_argument("--hands", type=int, default=EVERY, help="times that each part is killed")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--quick", action="store_true", help="each part once, quickstart's model")
@@ -103,18 +106,18 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the run goes on
     top = Path(tempfile.mkdtemp(prefix="rft-effective-"))
     print(f"seed {asked.seed}; load {os.getloadavg()[0]:.1f}; logs in {top}", flush=True)
-    steps, problems = whole(top, name, failures)
+    steps, problems = whole(top, name, failures, asked.tasks or MODELS[name][1])
     say(name, steps, failures, problems, asked.seed)
     if not problems:
         shutil.rmtree(top)
 
 
-def whole(top: Path, name: str, failures: list[Failure]) -> tuple[Steps, list[str]]:
+def whole(top: Path, name: str, failures: list[Failure], tasks: int) -> tuple[Steps, list[str]]:
     """What the run has told of its steps, and what is wrong with it."""
     write_model(top / "model", **MODELS[name][0])
     write_arithmetic(top, num_eval=16)
     count = FIRST + EACH * (len(failures) + 2)
-    run = ChaosRun(arguments(top, name, count), top / "run.log")
+    run = ChaosRun(arguments(top, name, count, tasks), top / "run.log")
     try:
         for start, failure in enumerate(failures, start=1):
             reached(run, FIRST + EACH * start + failure.step)
@@ -132,8 +135,8 @@ def whole(top: Path, name: str, failures: list[Failure]) -> tuple[Steps, list[st
     return run.steps(), problems
 
 
-def arguments(top: Path, name: str, count: int) -> list[str]:
-    _, tasks, answer, rows = MODELS[name]
+def arguments(top: Path, name: str, count: int, tasks: int) -> list[str]:
+    _, _, answer, rows = MODELS[name]
     return [
         "experiment=grpo",
         "name=run",
