@@ -8,7 +8,6 @@ all sets is not evaluated again.
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from rft import config as configs
 from rft.buffer.experience_buffer import ExperienceBuffer
@@ -82,8 +81,8 @@ def evaluate_checkpoints(config: Config, explorer: ExplorerHandle) -> None:
     from rft.monitor.sinks import build
 
     job = configs.job_dir(config)
-    names = [str(taskset.name) for taskset in config.buffer.explorer_input.eval_tasksets]
-    reported = [row for row in RunRecord(job / "bench").rows if is_whole(row, names)]
+    sets = [str(taskset.name) for taskset in config.buffer.explorer_input.eval_tasksets]
+    reported = RunRecord(job / "bench").having([f"bench/{name}/accuracy" for name in sets])
     done = {int(row["step"]) for row in reported}
     if done == {0}:  # a monitor that goes on from step 0 begins anew
         done = set()
@@ -111,11 +110,6 @@ def evaluate_checkpoints(config: Config, explorer: ExplorerHandle) -> None:
         monitor.log(metrics, step)
         print(json.dumps({"step": step, **metrics}), flush=True)
     monitor.close()
-
-
-def is_whole(row: dict[str, Any], names: list[str]) -> bool:
-    """Whether a row of metrics has the results of all these sets."""
-    return all(f"bench/{name}/accuracy" in row for name in names)
 
 
 def chosen(config: Config) -> list[tuple[int, str | InSave]]:

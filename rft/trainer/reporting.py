@@ -61,10 +61,8 @@ class StepReporter:
             for taskset in config.buffer.explorer_input.eval_tasksets
         ]
         # `build` has dropped those of later steps, unless the disk is full
-        rows = [row for row in RunRecord(job).rows if row["step"] <= step]
-        self.evaluated = {
-            row["step"]: row for row in rows if sets and all(name in row for name in sets)
-        }
+        told = RunRecord(job).having(sets) if sets else []
+        self.evaluated = {row["step"]: row for row in told if row["step"] <= step}
 
     def step(self, version: int, metrics: dict[str, float], experiences: list[Experience]) -> None:
         tokens = sum(len(e.tokens) for e in experiences)

@@ -199,6 +199,25 @@ def test_a_start_without_anything_to_resume_logs_step_zero_once(tmp_path: Path) 
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
+def test_a_resume_keeps_lines_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    early, late = b'{"step":1,"x": 1e-7}\n{"step": 2}\n', b'{"eval/a/accuracy":1, "step": 2}\n'
+    path.write_bytes(early + b'{"step": 3}\n' + late + b'{"step": 4}\n')
+    assert run_record.RunRecord(tmp_path).last_step == 4
+    run_record.JsonLines(path, 2).close()
+    assert path.read_bytes() == early + late, "an evaluation is told behind later steps"
+
+
+def test_rows_with_some_metrics_are_found_without_reading_the_others(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 1}\n{"step": 2, "eval/a/accuracy": 0.5}\n'
+        '{"step": 3, "text": "\\"eval/a/accuracy\\""}\n{"step": 2, "eval/b/accuracy": 1}\n'
+        '{"step": 4, "eval/a/accuracy": 1}\n'
+    )
+    found = run_record.RunRecord(tmp_path).having(["eval/a/accuracy", "eval/b/accuracy"])
+    assert found == [{"step": 2, "eval/a/accuracy": 0.5, "eval/b/accuracy": 1}]
+
+
 def test_a_resume_that_dies_while_dropping_lines_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
