@@ -1,6 +1,6 @@
 """What it costs to save at every step: the trainer as it runs, saving to disk, in memory, or not.
 
-    python -m bench.every_step [--quick] [--only quickstart 135M] [--saves N]
+    python -m bench.every_step [--quick] [--only quickstart 135M both] [--saves N]
 
     round    none, memory, disk in an order that is drawn, each for so many steps on end;
              the first ones after a change, which pay for what was before, are not counted
@@ -10,8 +10,10 @@
 In: nothing; random weights in the shapes of the quickstart's model and of SmolLM2-135M, a
 supervised stage (mode=train) of one rank with one thread, through `rft.run.assembly`; only who says
 when a save is due is this bench's own. `memory`: as with `trainer.memory_interval=1`; `disk`: as
-with `save_interval=1`. Out: a table per model and one last line of JSON. Bars: at most 1 % for
-both, 135M with steps of at least 5 s, 200 saves of each kind; with fewer they are not claimed.
+with `save_interval=1`. `both`: the quickstart's model in mode=both as a user starts it (GRPO, Ray,
+vLLM, explorer), whose saves to disk are asked for from outside, as `rft ckpt save` does, one a
+step. Out: a table per case and one last line of JSON. Bars: at most 1 % for both models, 135M with
+steps of at least 5 s, 5 % for `both`, 200 saves of each kind; with fewer they are not claimed.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,8 +31,13 @@ from typing import Any
 
 import psutil
 
-from bench import report
+from bench import effective, report
+from bench.chaos_run import ChaosRun
+from rft.checkpoint import fence
+from rft.checkpoint.asking import SaveAnswer, directory
+from rft.checkpoint.records import decode_json
 from rft.ground.process import adopt_orphans, end_descendants
+from rft.monitor.run_record import RunRecord
 from rft.tools.toy import write_arithmetic, write_model
 from rft.trainer.saving import SaveTimes
 
@@ -37,6 +45,8 @@ NONE, MEMORY, DISK = KINDS = ("none", "memory", "disk")
 SMOLLM = {"hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "head_dim": 64, "ffn": 1536}
 CLAIMED, BAR, STEP_S = 200, 0.01, 5.0
 DRAWS = 4000  # of the bootstrap
+LOOK_S = 0.02
+CALM = ("trainer.memory_interval=0", "trainer.spares=false", "trainer.save_hf_checkpoint=never")
 
 
 @dataclass(frozen=True)
@@ -52,13 +62,17 @@ class Case:
     left: int
     quick_s: float
     least_s: float = 0.0  # of a step, for the bar
+    bar: float = BAR
 
 
+BOTH = "both"
 CASES = {
     "quickstart": Case("quickstart", {}, 128, steps=10, left=3, quick_s=120.0),
     "135M": Case(
         "135M", {**SMOLLM, "vocab": 49152}, 28, steps=3, left=1, quick_s=150.0, least_s=STEP_S
     ),
+    # steps of two kinds, a short and a long one, may go in turn: blocks are of both
+    BOTH: Case(BOTH, {}, 32, steps=20, left=4, quick_s=120.0, bar=0.05),
 }
 
 
@@ -76,13 +90,7 @@ class Blocks(SaveTimes):
     def __post_init__(self) -> None:
         super().__post_init__()
         assert self.case is not None
-        chance, kinds = random.Random(5), list(KINDS)
-        self.plan = [(-1, NONE, False)]  # the first step, which makes the optimizer's state
-        for number in range(self.rounds):
-            chance.shuffle(kinds)
-            for kind in kinds:
-                self.plan += [(number, kind, False)] * self.case.left
-                self.plan += [(number, kind, True)] * self.case.steps
+        self.plan = planned(self.case, self.rounds, KINDS)
 
     def is_due(self, step: int) -> bool:
         return self._is(step, DISK)
@@ -120,11 +128,22 @@ class Blocks(SaveTimes):
         return steps
 
 
+def planned(case: Case, rounds: int, kinds: Sequence[str]) -> list[tuple[int, str, bool]]:
+    """Of each step its round, what it pays for, and whether it is counted."""
+    chance, turn = random.Random(5), list(kinds)
+    plan = [(-1, NONE, False)]  # the first step, which makes the optimizer's state
+    for number in range(rounds):
+        chance.shuffle(turn)
+        for kind in turn:
+            plan += [(number, kind, False)] * case.left
+            plan += [(number, kind, True)] * case.steps
+    return plan
+
+
 def train(top: Path, case: Case, rounds: int, budget_s: float, results: Any) -> None:
     """The rank's process."""
     from rft import config as configs
     from rft import train as product
-    from rft.checkpoint import fence
     from rft.ground import device as devices
     from rft.run import assembly
     from rft.run.backends import backend_of
@@ -193,6 +212,63 @@ def measured(case: Case, rounds: int, budget_s: float) -> tuple[Any, int, float]
             end_descendants(5.0, spare=of_python)
 
 
+def asked(case: Case, rounds: int, budget_s: float) -> tuple[Any, int, float]:
+    """As `measured`, of a whole run."""
+    plan = planned(case, rounds, (NONE, DISK))
+    with tempfile.TemporaryDirectory(
+        prefix="every_step_", dir=os.environ.get("TMPDIR", "/var/tmp")
+    ) as top:
+        write_model(Path(top) / "model", **case.shapes)
+        write_arithmetic(Path(top), num_eval=16)
+        job = Path(top) / "rft" / "run"
+        run = ChaosRun(
+            [*effective.arguments(Path(top), "quickstart", len(plan), case.rows), *CALM],
+            Path(top) / "run.log",
+        )
+        try:
+            saved = ask_for(run, directory(fence.control_dir(job)), plan, budget_s)
+        finally:
+            run.close()
+        ends = dict((step, when) for when, step in reversed(run.steps()))
+        size = max(int(row.get("checkpoint/bytes", 0)) for row in RunRecord(job).rows)
+    steps: dict[str, dict[int, list[tuple[float, float]]]] = {NONE: {}, DISK: {}}
+    skipped = 0
+    for step in range(2, len(ends) + 1):
+        number, kind, is_counted = plan[step - 1]
+        if is_counted and (kind == DISK) == (step - 1 in saved):
+            took = ends[step] - ends[step - 1]
+            steps[kind].setdefault(number, []).append((took, math.nan))
+        else:
+            skipped += is_counted
+    whole = [number for number in steps[NONE] if number in steps[DISK]]
+    return {kind: {n: some[n] for n in whole} for kind, some in steps.items()}, size, skipped
+
+
+def ask_for(
+    run: ChaosRun, place: Path, plan: list[tuple[int, str, bool]], budget_s: float
+) -> set[int]:
+    """Have the run save at every step that the plan says. Returns those of which it has told."""
+    done, saved, begun = 0, set(), 0.0
+    while run.process.poll() is None:
+        if (told := max((step for _, step in run.steps()), default=0)) > done:
+            done, begun = told, begun or time.monotonic()
+            # at the end of the step that is under way, for the one behind it to pay for
+            if done + 1 < len(plan) and plan[done + 1][1] == DISK:
+                place.mkdir(exist_ok=True)
+                (place / f"{done}.ask").touch()
+            number = plan[min(done, len(plan) - 1)][0]
+            if number > 0 and (time.monotonic() - begun) * (number + 1) / number > budget_s:
+                return saved
+        for answer in place.glob("*.json"):
+            found = decode_json(answer.read_bytes(), SaveAnswer)
+            saved |= {found.step} if found.name else set()
+            answer.unlink()
+        time.sleep(LOOK_S)
+    if run.process.returncode:
+        raise SystemExit(f"the run ended with {run.process.returncode}")
+    return saved
+
+
 def interval(values: list[float]) -> tuple[float, float]:
     """95 % of the mean over rounds."""
     chance = random.Random(11)
@@ -203,9 +279,10 @@ def interval(values: list[float]) -> tuple[float, float]:
 def judged(case: Case, steps: Any, size: int) -> dict[str, dict[str, float]]:
     """By kind of save."""
     found = {}
+    kinds = [kind for kind in (MEMORY, DISK) if kind in steps]
     clean = {number: statistics.fmean(w for w, _ in some) for number, some in steps[NONE].items()}
     quiet = {number: statistics.fmean(b for _, b in some) for number, some in steps[NONE].items()}
-    for kind in (MEMORY, DISK):
+    for kind in kinds:
         lost, busy = [], []
         for number, some in steps[kind].items():
             lost.append(statistics.fmean(w for w, _ in some) - clean[number])
@@ -261,19 +338,24 @@ def main() -> None:
         rounds, budget_s = -(-options.saves // case.steps), math.inf
         if options.quick:
             budget_s = case.quick_s
-        steps, size, skipped = measured(case, rounds, budget_s)
+        measure = asked if name == BOTH else measured
+        steps, size, skipped = measure(case, rounds, budget_s)
         found = judged(case, steps, size)
         say(case, found, size, skipped)
         ratios[name] = {kind: round(one["high"], 4) for kind, one in found.items()}
         counts[name] = {kind: int(one["saves"]) for kind, one in found.items()}
         for one in found.values():
             is_long = one["step"] >= case.least_s
-            is_met = is_met and one["high"] <= BAR and one["saves"] >= CLAIMED and is_long
+            is_met = is_met and one["high"] <= case.bar and one["saves"] >= CLAIMED and is_long
     report.last_line(
         "every_step",
         ratios,
         counts,
-        {"bar": BAR, "threads": 1, "cores": os.cpu_count()},
+        {
+            "bars": {name: CASES[name].bar for name in options.only},
+            "threads": 1,
+            "cores": os.cpu_count(),
+        },
         report.versions("torch", "megatron-core"),
         is_met,
     )
