@@ -18,9 +18,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -74,7 +75,9 @@ class Outcome:
 
 
 class ChaosRun:
-    def __init__(self, arguments: list[str], log: Path):
+    def __init__(
+        self, arguments: list[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})
+    ):
         adopt_orphans()
         self.before = {one.pid for one in psutil.Process().children(recursive=True)}
         self.lines: list[tuple[float, str]] = []
@@ -82,7 +85,7 @@ class ChaosRun:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rft.train", *arguments],
             cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | dict(environment),
             text=True,
             stdout=subprocess.PIPE,
             stderr=self.errors,

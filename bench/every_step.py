@@ -11,16 +11,18 @@ In: nothing; random weights in the shapes of the quickstart's model and of SmolL
 supervised stage (mode=train) of one rank with one thread, through `rft.run.assembly`; only who says
 when a save is due is this bench's own. `memory`: as with `trainer.memory_interval=1`; `disk`: as
 with `save_interval=1`. `both`: the quickstart's model in mode=both as a user starts it (GRPO, Ray,
-vLLM, explorer), whose saves to disk are asked for from outside, as `rft ckpt save` does, one a
-step. Out: a table per case and one last line of JSON. Bars: at most 1 % for both models, 135M with
-steps of at least 5 s, 5 % for `both`, 200 saves of each kind; with fewer they are not claimed.
+vLLM, explorer), saved to disk or not; which steps is planted into it (`tests/verify/planted`).
+Out: a table per case and one last line of JSON. Bars: at most 1 % for both models, 135M with steps
+of at least 5 s, 5 % for `both`, 200 saves of each kind; with fewer they are not claimed.
 """
 
 import argparse
+import contextlib
 import math
 import os
 import random
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,10 +34,7 @@ from typing import Any
 import psutil
 
 from bench import effective, report
-from bench.chaos_run import ChaosRun
-from rft.checkpoint import fence
-from rft.checkpoint.asking import SaveAnswer, directory
-from rft.checkpoint.records import decode_json
+from bench.chaos_run import REPOSITORY, ChaosRun
 from rft.ground.process import adopt_orphans, end_descendants
 from rft.monitor.run_record import RunRecord
 from rft.tools.toy import write_arithmetic, write_model
@@ -45,7 +44,6 @@ NONE, MEMORY, DISK = KINDS = ("none", "memory", "disk")
 SMOLLM = {"hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "head_dim": 64, "ffn": 1536}
 CLAIMED, BAR, STEP_S = 200, 0.01, 5.0
 DRAWS = 4000  # of the bootstrap
-LOOK_S = 0.02
 CALM = ("trainer.memory_interval=0", "trainer.spares=false", "trainer.save_hf_checkpoint=never")
 
 
@@ -144,6 +142,7 @@ def train(top: Path, case: Case, rounds: int, budget_s: float, results: Any) -> 
     """The rank's process."""
     from rft import config as configs
     from rft import train as product
+    from rft.checkpoint import fence
     from rft.ground import device as devices
     from rft.run import assembly
     from rft.run.backends import backend_of
@@ -212,61 +211,40 @@ def measured(case: Case, rounds: int, budget_s: float) -> tuple[Any, int, float]
             end_descendants(5.0, spare=of_python)
 
 
-def asked(case: Case, rounds: int, budget_s: float) -> tuple[Any, int, float]:
-    """As `measured`, of a whole run."""
+def in_a_run(case: Case, rounds: int, budget_s: float) -> tuple[Any, int, float]:
+    """As `measured`, of a whole run in mode=both, and without saves in memory alone."""
     plan = planned(case, rounds, (NONE, DISK))
+    due = tuple(step for step in range(1, len(plan)) if plan[step][1] == DISK)
     with tempfile.TemporaryDirectory(
         prefix="every_step_", dir=os.environ.get("TMPDIR", "/var/tmp")
     ) as top:
         write_model(Path(top) / "model", **case.shapes)
         write_arithmetic(Path(top), num_eval=16)
-        job = Path(top) / "rft" / "run"
         run = ChaosRun(
             [*effective.arguments(Path(top), "quickstart", len(plan), case.rows), *CALM],
             Path(top) / "run.log",
+            {
+                "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests/verify/planted'}",
+                "RFT_PLANTED": f"rft.trainer.saving:SaveTimes.is_due=step in {due}",
+            },
         )
         try:
-            saved = ask_for(run, directory(fence.control_dir(job)), plan, budget_s)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if run.process.wait(None if budget_s == math.inf else budget_s):
+                    raise SystemExit(f"the run ended with {run.process.returncode}")
         finally:
             run.close()
-        ends = dict((step, when) for when, step in reversed(run.steps()))
-        size = max(int(row.get("checkpoint/bytes", 0)) for row in RunRecord(job).rows)
+        rows = RunRecord(Path(top) / "rft" / "run").rows
+    ends = {step: when for when, step in run.steps()}
     steps: dict[str, dict[int, list[tuple[float, float]]]] = {NONE: {}, DISK: {}}
-    skipped = 0
     for step in range(2, len(ends) + 1):
         number, kind, is_counted = plan[step - 1]
-        if is_counted and (kind == DISK) == (step - 1 in saved):
-            took = ends[step] - ends[step - 1]
-            steps[kind].setdefault(number, []).append((took, math.nan))
-        else:
-            skipped += is_counted
-    whole = [number for number in steps[NONE] if number in steps[DISK]]
+        if is_counted:
+            steps[kind].setdefault(number, []).append((ends[step] - ends[step - 1], math.nan))
+    whole = [n for n, some in steps[NONE].items() if n in steps[DISK] and len(some) == case.steps]
+    size = max(int(row.get("checkpoint/bytes", 0)) for row in rows)
+    skipped = sum(rows[-1].get(f"checkpoint/{name}", 0.0) for name in ("skipped", "failed"))
     return {kind: {n: some[n] for n in whole} for kind, some in steps.items()}, size, skipped
-
-
-def ask_for(
-    run: ChaosRun, place: Path, plan: list[tuple[int, str, bool]], budget_s: float
-) -> set[int]:
-    """Have the run save at every step that the plan says. Returns those of which it has told."""
-    done, saved, begun = 0, set(), 0.0
-    while run.process.poll() is None:
-        if (told := max((step for _, step in run.steps()), default=0)) > done:
-            done, begun = told, begun or time.monotonic()
-            # at the end of the step that is under way, for the one behind it to pay for
-            if done + 1 < len(plan) and plan[done + 1][1] == DISK:
-                place.mkdir(exist_ok=True)
-                (place / f"{done}.ask").touch()
-            number = plan[min(done, len(plan) - 1)][0]
-            if number > 0 and (time.monotonic() - begun) * (number + 1) / number > budget_s:
-                return saved
-        for answer in place.glob("*.json"):
-            found = decode_json(answer.read_bytes(), SaveAnswer)
-            saved |= {found.step} if found.name else set()
-            answer.unlink()
-        time.sleep(LOOK_S)
-    if run.process.returncode:
-        raise SystemExit(f"the run ended with {run.process.returncode}")
-    return saved
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -338,7 +316,7 @@ def main() -> None:
         rounds, budget_s = -(-options.saves // case.steps), math.inf
         if options.quick:
             budget_s = case.quick_s
-        measure = asked if name == BOTH else measured
+        measure = in_a_run if name == BOTH else measured
         steps, size, skipped = measure(case, rounds, budget_s)
         found = judged(case, steps, size)
         say(case, found, size, skipped)
