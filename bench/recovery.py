@@ -192,14 +192,12 @@ def told_of(row: dict[str, Any]) -> dict[str, float]:
 def copy_rates(count: int) -> dict[str, float]:
     """GB/s at which one thread copies that many bytes into new memory; medians."""
     first, later, alone = [], [], []
-    for number in range(2 * COPIERS):
-        at_once = RANKS if number % 2 == 0 else 1
-        for seconds in copiers(count, at_once):
-            if at_once == RANKS:
-                first.append(seconds[0])
-                later += seconds[1:]
-            else:
-                alone += seconds[1:]
+    for _ in range(COPIERS):
+        for seconds in copiers(count, RANKS):
+            first.append(seconds[0])
+            later += seconds[1:]
+        [seconds] = copiers(count, 1)
+        alone += seconds[1:]
     found = {"read/copy": later, "read/first copy": first, "read/copy alone": alone}
     return {name: count / 1e9 / statistics.median(seconds) for name, seconds in found.items()}
 

@@ -52,7 +52,7 @@ class RunRecord:
 
     def having(self, names: Sequence[str]) -> list[Row]:
         """Rows that have all these metrics, of lines with one of them; no other line is read."""
-        wanted = [f'"{name}"'.encode() for name in names]
+        wanted = [msgspec.json.encode(name) for name in names]
         lines = _lines(self.directory / "metrics.jsonl")[0]
         told = [line for _, line in lines if any(name in line for name in wanted)]
         return [row for row in _merged(told) if all(name in row for name in names)]
@@ -156,7 +156,7 @@ class JsonLines:
         else:
             durable.put(self.path, data)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-        self.last = msgspec.json.decode(kept[-1]) if kept else {}
+        self.last = json.loads(kept[-1]) if kept else {}
 
     def _set_aside(self, damaged: int, data: bytes) -> None:
         """`data`, what could be read, takes the place of the file, which keeps all it has."""
@@ -245,13 +245,13 @@ def is_number(value: object) -> bool:
 
 def read_lines(path: Path) -> list[Row]:
     """Read all whole lines; the torn end of a file whose writer was killed is not one."""
-    return [msgspec.json.decode(line) for _, line in _lines(path)[0]]
+    return [json.loads(line) for _, line in _lines(path)[0]]
 
 
 def _merged(lines: Iterable[bytes]) -> list[Row]:
     merged: dict[int, Row] = {}
     for line in lines:
-        row: Row = msgspec.json.decode(line)
+        row: Row = json.loads(line)
         merged.setdefault(row["step"], {}).update(row)
     return [merged[step] for step in sorted(merged)]
 

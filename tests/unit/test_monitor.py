@@ -353,6 +353,12 @@ def test_reading_merges_a_late_evaluation_into_its_step(tmp_path: Path) -> None:
     ]
 
 
+def test_whatever_counts_as_a_line_can_be_read(tmp_path: Path) -> None:
+    """A damaged digit has made a number that no float holds."""
+    (tmp_path / "m.jsonl").write_text('{"step": 1, "loss": 5e408}\n')
+    assert run_record.read_lines(tmp_path / "m.jsonl") == [{"step": 1, "loss": float("inf")}]
+
+
 def test_the_record_of_a_run_tells_what_was_recorded_and_no_more(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 0, "time_s": 0, "eval/sums/accuracy": 0.25}\n'
