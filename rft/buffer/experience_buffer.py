@@ -368,15 +368,15 @@ class ExperienceBuffer(BatchedCalls):
         parts = await self._ledger.parts(self._selection.foreseen(step, found))
         return encode(Delivery(step=step, parts=parts))
 
-    async def consumed(self, step: int) -> None:
-        """The trainer has finished `step`."""
-        if step < self._progress.finished:  # it comes again
-            return
-        if step not in self._progress.leases:
-            raise ValueError(
-                f"step {step} has no batch that could be consumed ({self._progress.where()})"
-            )
-        await self._record(records.Consumed(step=step))
+    async def consumed(self, step: int) -> int:
+        """The trainer has finished `step`; the position for a checkpoint behind it."""
+        if step >= self._progress.finished:  # or it comes again
+            if step not in self._progress.leases:
+                raise ValueError(
+                    f"step {step} has no batch that could be consumed ({self._progress.where()})"
+                )
+            self._append(records.Consumed(step=step))
+        return await self.position()
 
     async def published(self, version: int, run_epoch: int | None = None) -> None:
         """All engines serve `version`: groups of the steps before it free their slots.

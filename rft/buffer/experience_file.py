@@ -84,13 +84,13 @@ class Copy:
         """
         if not self.path.exists():
             return set()
-        data = self.path.read_bytes()
-        data = data[: data.rfind(b"\n") + 1]
         starts: dict[int, int] = {}
         at = 0
-        for line in data.splitlines(keepends=True):
-            starts.setdefault(_group_of.decode(line).group, at)
-            at += len(line)
+        with self.path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    starts.setdefault(_group_of.decode(line).group, at)
+                    at += len(line)
         last = max(starts, key=lambda group: starts[group], default=-1)
         if last in known:
             at = starts.pop(last)

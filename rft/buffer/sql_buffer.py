@@ -370,8 +370,8 @@ class SqlBuffer(BatchedCalls):
         waited_s = loop.time() - begin
         return encode(Delivery(step=step, parts=parts, replayed=found.replayed, waited_s=waited_s))
 
-    async def consumed(self, step: int) -> None:
-        """The trainer has finished `step`.
+    async def consumed(self, step: int) -> int:
+        """The trainer has finished `step`; what to store in a checkpoint behind it.
 
         Raises if the batch was given to another trainer meanwhile.
         """
@@ -385,6 +385,7 @@ class SqlBuffer(BatchedCalls):
                 self._events.add(records.Consumed(step=step, trainer=me))
 
         await self._do(consume)
+        return step + 1
 
     async def published(self, version: int, run_epoch: int | None = None) -> None:
         """This process's engines serve `version`."""

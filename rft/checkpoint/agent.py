@@ -98,7 +98,6 @@ class Agent:
         self._lying: dict[int, Lying] = {}  # by slot: what was written of it last
         self._is_closed = False
         self._exports: dict[str, threading.Thread] = {}  # by name of the checkpoint that is read
-        self._exported: set[str] = set()
         self._exporters: set[subprocess.Popen[bytes]] = set()
 
     def run(self) -> None:
@@ -318,7 +317,7 @@ class Agent:
             self.settings,
             report=self.wire.send,
             orphaned=lambda: self.orphaned_at is not None,
-            in_use=lambda: set(self._exports) - self._exported,
+            in_use=lambda: set(self._exports),
             lose=lambda: self._kept.lose() if self._kept else None,
         )
         ended = False
@@ -333,7 +332,7 @@ class Agent:
             except queue.Empty:
                 pass
             committer.look()
-        for thread in self._exports.values():
+        for thread in list(self._exports.values()):
             thread.join()
 
     def _export(self, asked: Export) -> None:
@@ -355,7 +354,7 @@ class Agent:
             self._exporters.add(exporter)
             cause = self._follow(exporter, asked.target)
             self._exporters.discard(exporter)
-        self._exported.add(asked.name)
+        self._exports.pop(asked.name, None)
         self.wire.send(Exported(step=asked.step, target=asked.target, cause=cause))
 
     def _follow(self, exporter: "subprocess.Popen[bytes]", target: str) -> str:

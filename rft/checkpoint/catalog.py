@@ -9,9 +9,8 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, nan
-from pathlib import PurePosixPath
 
 import msgspec
 
@@ -22,14 +21,14 @@ from rft.checkpoint.records import (
     Manifest,
     Retention,
     decode_json,
+    final_name,
     sha256,
 )
 from rft.checkpoint.storage import COLLECTIONS, NotAFile, Storage
 
 log = logging.getLogger(__name__)
 COMMITTED = re.compile(r"(step|v)_(\d{8}|[1-9]\d{8,17})(\.[0-9a-z]+)?", re.ASCII)
-
-
+FRESH = 64  # of the newest it is asked each time whether they are whole
 RANK_FILE = re.compile(r"r\d{5,}\.(bin|json)")
 
 
@@ -45,7 +44,7 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
 
 def step_of(name: str) -> int | None:
     """Step of a committed directory's name; None for drafts, quarantined ones and foreign files."""
-    match = COMMITTED.fullmatch(PurePosixPath(name).name)
+    match = COMMITTED.fullmatch(name.rpartition("/")[2])
     return int(match[2]) if match else None
 
 
@@ -119,13 +118,27 @@ def read_manifest(storage: Storage, path: str) -> Manifest:
     return manifest
 
 
+def final_path(collection: str, step: int) -> str:
+    """Where a save of it is published, if that name is not taken."""
+    name = final_name("v" if collection else "step", step)
+    return f"{collection}/{name}" if collection else name
+
+
+def places(storage: Storage, collection: str, save: tuple[int, str]) -> list[str]:
+    """Committed directories that may be the save of that (step, id): under its step's name, or,
+    where that was taken, with the id behind it. Of the others, which may be a hundred thousand,
+    none is looked at.
+    """
+    final = final_path(collection, save[0])
+    return [path for path in (final, f"{final}.{save[1]}") if MANIFEST in storage.list(path)]
+
+
 def find(storage: Storage, collection: str, save: tuple[int, str]) -> str | None:
     """Path of the committed save of that (step, id)."""
-    for path in named(storage, collection):
-        if step_of(path) == save[0] and MANIFEST in storage.list(path):
-            with contextlib.suppress(ValueError):  # a damaged one is not this save
-                if read_manifest(storage, path).id == save[1]:
-                    return path
+    for path in places(storage, collection, save):
+        with contextlib.suppress(ValueError):  # a damaged one is not this save
+            if read_manifest(storage, path).id == save[1]:
+                return path
     return None
 
 
@@ -211,11 +224,24 @@ def _best(ordered: list[Entry], policy: Retention) -> list[Entry]:
     ]
 
 
-def list_entries(storage: Storage, collection: str = "") -> list[Entry]:
-    """Committed directories with a sound manifest, oldest first."""
-    return sorted(
-        _entries(storage, committed(storage, collection)), key=lambda one: (one.epoch, one.step)
-    )
+def list_entries(
+    storage: Storage, collection: str = "", known: dict[str, Entry] | None = None
+) -> list[Entry]:
+    """Committed directories with a sound manifest, oldest first. Of those that are `known`, from
+    the last call, only the newest are read again: a run may keep a hundred thousand.
+    """
+    paths, found = named(storage, collection), list[Entry]()
+    known = {} if known is None else known
+    tags = set(storage.list("tags"))
+    for path in paths[:-FRESH]:
+        if path in known:
+            found.append(replace(known[path], tagged=path in tags))
+    read = {one.path for one in found}
+    there = [path for path in paths if path not in read and MANIFEST in storage.list(path)]
+    found += _entries(storage, there)
+    known.clear()
+    known |= {one.path: one for one in found}
+    return sorted(found, key=lambda one: (one.epoch, one.step))
 
 
 def _entries(storage: Storage, paths: Iterable[str]) -> Iterator[Entry]:

@@ -17,7 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rft.checkpoint import fence
-from rft.checkpoint.catalog import Hint, expired, list_entries, read_manifest, rolling, step_of
+from rft.checkpoint.catalog import (
+    Entry,
+    Hint,
+    expired,
+    final_path,
+    list_entries,
+    places,
+    read_manifest,
+    rolling,
+)
 from rft.checkpoint.catalog import find as find_save
 from rft.checkpoint.catalog import hint as hint_of
 from rft.checkpoint.records import (
@@ -37,7 +46,6 @@ from rft.checkpoint.records import (
     SaveFailed,
     decode_json,
     encode_json,
-    final_name,
     sha256,
 )
 from rft.checkpoint.sharding import digest
@@ -78,6 +86,7 @@ class Committer:
     in_use: Callable[[], set[str]] = set  # checkpoints that are being read and must not go now
     lose: Callable[[], object] = lambda: None  # a version that this rank has written is none
     drafts: list[PendingCommit] = field(default_factory=list)
+    known: dict[str, dict[str, Entry]] = field(default_factory=dict)  # by collection and path
 
     def watch(self, begin: Begin, output: Output, since: float) -> None:
         self.drafts.append(PendingCommit(begin, output, since))
@@ -190,11 +199,8 @@ class Committer:
 
     def _published(self, draft: PendingCommit) -> str | None:
         """The directory that this very save was published as."""
-        prefix = draft.output.collection
-        for name in self.storage.list(prefix):
-            path = f"{prefix}/{name}" if prefix else name
-            if step_of(name) != draft.begin.step or MANIFEST not in self.storage.list(path):
-                continue
+        save = draft.begin.step, draft.begin.id
+        for path in places(self.storage, draft.output.collection, save):
             with contextlib.suppress(ValueError, OSError):  # a damaged one is not this save
                 manifest = read_manifest(self.storage, path)
                 if manifest.id == draft.begin.id:
@@ -331,19 +337,19 @@ class Committer:
         if output.collection == VERSIONS and output.retention == Retention():
             return  # they are many, and all of them stay
         self._check_epoch()
-        entries = list_entries(self.storage, output.collection)
-        in_use = self.in_use()
-        left = list(entries)
+        known = self.known.setdefault(output.collection, {})
+        entries = list_entries(self.storage, output.collection, known)
+        in_use, gone = self.in_use(), set[str]()
         for entry in expired(entries, output.retention):
             if entry.path in in_use:
                 continue
             log.info("retention removes %s", entry.path)
             try:
                 self.storage.remove(entry.path)
-                left.remove(entry)
+                gone.add(entry.path)
             except OSError as error:  # the others go, and it is still there to be loaded
                 log.error("%s cannot be removed: %s", entry.path, error)
-        left = rolling(left, output.retention)
+        left = rolling([one for one in entries if one.path not in gone], output.retention)
         if left and not output.collection:
             self.report(Retained(oldest=read_manifest(self.storage, left[0].path).loop))
 
@@ -400,6 +406,5 @@ def clear(storage: Storage, output: Output, world: int) -> None:
 
 def names_of(storage: Storage, collection: str, step: int, identity: str) -> tuple[str, str]:
     """(draft, final) paths of a save."""
-    prefix = "v" if collection else "step"
-    draft, final = storage.draft(prefix, step, identity), final_name(prefix, step)
-    return (f"{collection}/{draft}", f"{collection}/{final}") if collection else (draft, final)
+    draft = storage.draft("v" if collection else "step", step, identity)
+    return f"{collection}/{draft}" if collection else draft, final_path(collection, step)

@@ -57,6 +57,7 @@ from rft.ground.protocols import Collective, Snapshotable
 from rft.monitor import trace
 
 log = logging.getLogger(__name__)
+KNOWN = 64  # saves that have ended, and are known still
 
 
 @dataclass(frozen=True)
@@ -315,6 +316,7 @@ class CheckpointManager:
         self.requested = step if full else self.requested
         self._states.remembered = step if whole else self._states.remembered
         with self._changed:
+            self._forget()
             for outcome in self._outcomes.values():
                 outcome.is_repeated |= outcome.step == step and bool(outcome.cause)
             if outputs:
@@ -334,6 +336,12 @@ class CheckpointManager:
         if self._tuner.next() == "eager":
             self._stager.await_copies()
         return True
+
+    def _forget(self) -> None:
+        """Of saves that ended long ago nobody asks; of each step there may be one."""
+        ended = [key for key, outcome in self._outcomes.items() if not outcome.open]
+        for key in ended[:-KNOWN]:
+            del self._outcomes[key]
 
     def _writing(self) -> set[str]:
         """Saves of which something is to be committed."""

@@ -189,8 +189,27 @@ class ObjectStorage:
     def leftovers(self, collection: str) -> Sequence[str]:
         """Drafts that never got a manifest, or have nothing but one; and half-removed ones."""
         prefix = f"{collection}/" if collection else ""
-        drafts = [prefix + name for name in self._names(collection) if OURS.fullmatch(name)]
+        whole = self._whole(collection) if collection else set()
+        names = [name for name in self._names(collection) if OURS.fullmatch(name)]
+        drafts = [prefix + name for name in names if name not in whole]
         return sorted(draft for draft in drafts if self._is_left(draft))
+
+    def _whole(self, collection: str) -> set[str]:
+        """Names of saves of which one listing of all objects shows that they were committed: a
+        request for each of a hundred thousand versions would take an hour. Of checkpoints, below
+        which the other collections lie, there are few.
+        """
+        with medium(self._name(collection)), contextlib.suppress(FileNotFoundError):
+            found: dict[str, set[str]] = {}
+            for path in self._fs.find(self._at(collection)):
+                _, save, name = path.rsplit("/", 2)
+                found.setdefault(save, set()).add(name)
+            return {
+                save
+                for save, names in found.items()
+                if MANIFEST in names and len(names) > 1 and not names & {SWEPT, QUARANTINED}
+            }
+        return set()
 
     def _is_left(self, draft: str) -> bool:
         """A manifest that cannot be read is damage, and no leftover."""

@@ -375,7 +375,7 @@ class StagingTuner:
     each lazy one. Steps differ for many reasons, and eager taken by mistake costs every step a
     whole copy; lazy taken by mistake costs what an eager copy could have saved, which is little.
 
-    Times are between two updates.
+    Times are between two updates; of those of a kind the least and the most are known.
     """
 
     def __init__(self, staging: str):
@@ -397,7 +397,9 @@ class StagingTuner:
         """Called once per optimizer update."""
         now = time.monotonic()
         if self._running and self._last is not None:
-            self._times[self._running].append(now - self._last)
+            times = self._times[self._running]
+            times[:] = sorted([*times, now - self._last])
+            del times[1 : len(times) - TRIALS + 1]
         self._last, self._running = now, ""
 
     def _best(self) -> str:

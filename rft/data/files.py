@@ -552,6 +552,8 @@ class StatelessSource:
 
     def saved(self, step: int) -> None: ...
 
+    def close(self) -> None: ...
+
     def mark(self) -> int:
         return 0
 

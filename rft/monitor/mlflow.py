@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 DEFAULT_URI = "http://localhost:5000"
 REPLY_S = 20.0
 CLOSE_S = 30.0  # for what is still to be sent when the run ends
+WAITING = 1000  # calls
 BATCH = 900  # metrics of one call; the server takes 1,000
 PARAMS, PARAM_LENGTH = 100, 500  # of one call; of one value
 
@@ -167,7 +168,7 @@ class MLflow:
         ]
         for first in range(0, len(made), BATCH):
             body = {"run_id": self._run["id"], "metrics": made[first : first + BATCH]}
-            self._orders.put(("mlflow/runs/log-batch", body, "POST"))
+            self._order("mlflow/runs/log-batch", body, "POST")
 
     def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
         found = list(rows)
@@ -180,12 +181,10 @@ class MLflow:
         # a server that keeps no artifacts: they lie in samples.jsonl
         if scheme != "mlflow-artifacts":
             return
-        self._orders.put(
-            (
-                f"mlflow-artifacts/artifacts/{place.strip('/')}/tables/{name}/step_{step:08d}.json",
-                body,
-                "PUT",
-            )
+        self._order(
+            f"mlflow-artifacts/artifacts/{place.strip('/')}/tables/{name}/step_{step:08d}.json",
+            body,
+            "PUT",
         )
 
     def histograms(self, values: dict[str, list[float]], step: int) -> None:
@@ -202,6 +201,14 @@ class MLflow:
                 self._server.uri,
                 self._lost,
             )
+
+    def _order(self, path: str, body: Any, method: str) -> None:
+        """A server that does not keep up costs calls, and not this process's memory."""
+        if self._orders.qsize() < WAITING:
+            self._orders.put((path, body, method))
+        else:
+            self._lost += 1
+            left_out.note("calls of MLflow's server", TrackingError(f"{WAITING} wait already"))
 
     def _send(self) -> None:
         """Body of the thread: every order once, in turn."""

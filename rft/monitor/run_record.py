@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,9 @@ from rft.monitor import left_out
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
+# of a file's end, which a start looks at: a run of 100,000 steps has gigabytes before it
+LOOK = 64 * 2**20
+METRICS_OF_STEP, SAMPLES_OF_STEP = b'"time/step_s":', b'"table": "samples"'
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,15 @@ class RunRecord:
     @property
     def last_step(self) -> int:
         """Found without reading what the lines tell: a start asks for it."""
-        return max((step for step, _ in _lines(self.directory / "metrics.jsonl")[0]), default=0)
+        path = self.directory / "metrics.jsonl"
+        return max((step for step, _ in _ending(path, METRICS_OF_STEP).found), default=0)
 
     def having(self, names: Sequence[str]) -> list[Row]:
         """Rows that have all these metrics, of lines with one of them; no other line is read."""
         wanted = [msgspec.json.encode(name) for name in names]
-        lines = _lines(self.directory / "metrics.jsonl")[0]
-        told = [line for _, line in lines if any(name in line for name in wanted)]
+        lines = _whole_lines(self.directory / "metrics.jsonl")
+        about = [line for line in lines if any(name in line for name in wanted)]
+        told = [line for line in about if _step(line) is not None]
         return [row for row in _merged(told) if all(name in row for name in names)]
 
     @property
@@ -120,11 +125,12 @@ class RunRecord:
 class JsonLines:
     """One append-only file, of this process alone.
 
-    `resume_step` below 1: nothing was resumed, all that is there will be made again.
+    `resume_step` below 1: nothing was resumed, all that is there will be made again. `of_step`:
+    what lines of training steps have, and others, which may come late, have not.
     """
 
-    def __init__(self, path: Path, resume_step: int) -> None:
-        self.path, self.resume_step = path, resume_step
+    def __init__(self, path: Path, resume_step: int, of_step: bytes = METRICS_OF_STEP) -> None:
+        self.path, self.resume_step, self.of_step = path, resume_step, of_step
         self.last: dict[str, Any] = {}
         self._file: int | None = None  # not yet: the disk was full when it was to begin
         self._torn = False
@@ -148,15 +154,33 @@ class JsonLines:
     def _begin(self) -> None:
         """Keep the lines up to `resume_step`, and open behind them."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        found, damaged = _lines(self.path)
-        kept = [line for step, line in found if 0 < self.resume_step >= step]
+        end = _ending(self.path, self.of_step, self.resume_step)
+        kept = [line for step, line in end.found if 0 < self.resume_step >= step]
         data = b"".join(line + b"\n" for line in kept)
-        if damaged:
-            self._set_aside(damaged, data)
+        if end.damaged:
+            self._set_aside(end.damaged, data)
         else:
-            durable.put(self.path, data)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            self._cut(end.start, data)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.last = json.loads(kept[-1]) if kept else {}
+
+    def _cut(self, start: int, data: bytes) -> None:
+        """Let the file end, from `start` on, with `data`. What is dropped is its end, or there are
+        evaluations behind it, which move up.
+        """
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(start)
+            is_end = file.read(len(data)) == data
+            if not is_end:
+                with durable.replacing(self.path) as anew:
+                    file.seek(0)
+                    while (left := start - file.tell()) > 0:
+                        anew.write(file.read(min(left, LOOK)))
+                    anew.write(data)
+        if is_end and self.path.stat().st_size > start + len(data):
+            os.truncate(self.path, start + len(data))
 
     def _set_aside(self, damaged: int, data: bytes) -> None:
         """`data`, what could be read, takes the place of the file, which keeps all it has."""
@@ -197,7 +221,7 @@ class RunFiles:
         self, job_dir: Path, resume_step: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._metrics = JsonLines(job_dir / "metrics.jsonl", resume_step)
-        self._samples = JsonLines(job_dir / "samples.jsonl", resume_step)
+        self._samples = JsonLines(job_dir / "samples.jsonl", resume_step, SAMPLES_OF_STEP)
         self._clock = clock
         self._begin = clock() - float(self._metrics.last.get("time_s", 0.0))
 
@@ -225,7 +249,7 @@ class RunFiles:
 
 def read_metrics(path: Path) -> list[Row]:
     """Read lines merged by step, in order of steps: an evaluation may be logged after its step."""
-    return _merged(line for _, line in _lines(path)[0])
+    return _merged(line for _, line in _lines(path).found)
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -245,7 +269,7 @@ def is_number(value: object) -> bool:
 
 def read_lines(path: Path) -> list[Row]:
     """Read all whole lines; the torn end of a file whose writer was killed is not one."""
-    return [json.loads(line) for _, line in _lines(path)[0]]
+    return [json.loads(line) for _, line in _lines(path).found]
 
 
 def _merged(lines: Iterable[bytes]) -> list[Row]:
@@ -265,17 +289,54 @@ class _Line(msgspec.Struct):
 _LINE = msgspec.json.Decoder(_Line)
 
 
-def _lines(path: Path) -> tuple[list[tuple[int, bytes]], int]:
-    """The lines that can be read, with their steps, and how many cannot: a page of zeros, a torn
-    line inside, a bit that has changed. A run of 100,000 steps has 300 MB of them, and whoever
-    goes on with it waits for this.
+@dataclass(frozen=True)
+class _Lines:
+    """Lines of a file from `start` on that can be read, with their steps, and how many cannot: a
+    page of zeros, a torn line inside, a bit that has changed.
     """
-    if not path.exists():
-        return [], 0
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    lines = [(_step(line), line) for line in whole.split(b"\n") if line]
+
+    found: list[tuple[int, bytes]]
+    damaged: int
+    start: int = 0
+
+
+def _lines(path: Path, start: int = 0) -> _Lines:
+    lines = [(_step(line), line) for line in _whole_lines(path, start)]
     found = [(step, line) for step, line in lines if step is not None]
-    return found, len(lines) - len(found)
+    return _Lines(found, len(lines) - len(found), start)
+
+
+def _ending(path: Path, of_step: bytes, step: int | None = None) -> _Lines:
+    """The last ones, all before which are of earlier steps than a training step (one up to `step`)
+    among them; all lines, where there is none, or damage.
+    """
+    start = _begin_of_line(path, path.stat().st_size - LOOK if path.exists() else 0)
+    end = _lines(path, start)
+    is_enough = any(
+        of_step in line and (step is None or number <= step) for number, line in end.found
+    )
+    return end if not start or (is_enough and not end.damaged) else _lines(path)
+
+
+def _begin_of_line(path: Path, at: int) -> int:
+    """The first one behind `at`."""
+    if at <= 0:
+        return 0
+    with path.open("rb") as file:
+        file.seek(at)
+        file.readline()
+        return file.tell()
+
+
+def _whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:
+    """Without their ends; what a killed writer has torn is none."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(start)
+        for line in file:
+            if line.endswith(b"\n") and line != b"\n":
+                yield line[:-1]
 
 
 def _step(line: bytes) -> int | None:

@@ -120,6 +120,8 @@ class AdapterServing:
         self._held.add(coming)
         report = await ask(self._order(coming, drop))
         self._held -= set(drop)
+        for served in drop:
+            del self._users[served]
         self.current = coming
         return report
 

@@ -372,13 +372,12 @@ class Explorer:
             await self._finish(group, task, holds)
         finally:
             self.keeper.end(group)
+            self.cut.discard(group)
 
     async def _finish(self, group: int, task: Task, holds: int) -> None:
         try:
             experiences, dropped_by, value = await self._make(group, task, holds)
-        except (
-            EngineUnavailable
-        ):  # of engines that are fixed: the task stays unfinished for the next attempt at the run
+        except EngineUnavailable:  # of fixed engines: the task is the next attempt's at the run
             raise
         except GroupCancelled as error:
             await self._abandon(group, task, one_line(error))

@@ -97,7 +97,7 @@ class WeightSender:
         They must not change until `close_version` returns.
         """
         if version not in self._opened:
-            again = self.full_interval is None or len(self._opened) < self.full_interval
+            again = self.full_interval is not None and len(self._opened) < self.full_interval
             self._opened = [*(self._opened if again else ()), version]
         self.window.open(version)
 

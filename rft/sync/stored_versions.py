@@ -172,8 +172,10 @@ class SavedVersions:
         return self.last.version if self.last else None
 
     async def follow(self) -> None:
-        """Go on looking; never returns. Raises what keeps good versions from the engines."""
-        while True:
+        """Go on looking, for ever, unless it is one version alone: that is there. Raises what keeps
+        good versions from the engines.
+        """
+        while self.version is None:
             await asyncio.sleep(LOOK_S)
             try:
                 found = await asyncio.to_thread(find, self.root, self.version)

@@ -91,9 +91,9 @@ def find_checkpoint(text: str, version: int | None = None) -> tuple[Run, str]:
 
 def ranges(paths: Iterable[str]) -> str:
     """Steps of committed names: 0-12, 14."""
-    steps = sorted({step for path in paths if (step := step_of(path)) is not None})
-    begins = [step for step in steps if step - 1 not in set(steps)]
-    ends = [step for step in steps if step + 1 not in set(steps)]
+    known = {step for path in paths if (step := step_of(path)) is not None}
+    begins = sorted(step for step in known if step - 1 not in known)
+    ends = sorted(step for step in known if step + 1 not in known)
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
 
 

@@ -447,11 +447,11 @@ ports | its own connection | a number of its own, 5 s | said
 meet | two processes meet | twice `MEET_S` | killed, said
 links | the driver's tool | `MEET_S` | said
 trainer/control.py
+BufferCall.answer | the buffer, which may come back | `RETURN_S`; a batch: `max_read_timeout` and \
+`READ_MARGIN_S` | rank 0 fails
 Evaluations._collect | an evaluation | `max_timeout` and `RETURN_S` | rank 0 fails
 Evaluations.at_startup | the explorer begins, or comes back | `RETURN_S` | rank 0 fails
 PoolNumbers.metrics | the explorer's numbers | 0: only if they are there | the last ones count
-QueueSource._call | the buffer, which may come back | `RETURN_S`; a batch: `max_read_timeout` and \
-`READ_MARGIN_S` | rank 0 fails
 QueueSource.look | the next step's groups, in a thread | `max_read_timeout` and `READ_MARGIN_S` | \
 they are taken without
 await_engines | all parts serve | `START_S`, then `RETURN_S` | rank 0 fails

@@ -112,6 +112,9 @@ class QueueSource:
         self.max_age = max_age
         self._seen: dict[delivery.PartKey, list[Experience]] = {}  # of the next step
         self._looking: Any = None  # Ray's reference to what is waited for
+        self._told: list[BufferCall] = []  # of which nothing was heard yet
+        self._position: int | None = None  # of the journal, behind the last step that was consumed
+        self._oldest: int | None = None  # version of a token, when that was last told
 
     def attach(self, step: int, run_epoch: int) -> dict[str, Any]:
         """Tell the buffer where this trainer stands: leases from `step`
@@ -140,10 +143,10 @@ class QueueSource:
         ray.cancel(self._looking)
 
     def consumed(self, step: int) -> None:
-        self._call(ExperienceBuffer.consumed, step)
+        self._position = self._call(ExperienceBuffer.consumed, step)
 
     def saved(self, step: int) -> None:
-        self._call(ExperienceBuffer.saved, step)
+        self._tell(ExperienceBuffer.saved, step)
 
     def stop(self) -> None:
         """Let a `take` that waits, and every later one, return an empty batch; from any thread,
@@ -155,23 +158,58 @@ class QueueSource:
         return self._call(ExperienceBuffer.wants_weights, interval)
 
     def mark(self) -> int:
-        return self._call(ExperienceBuffer.position)
+        """Nothing is asked behind a step that was consumed: a resume there needs no more."""
+        if self._position is None:
+            self._position = self._call(ExperienceBuffer.position)
+        return self._position
 
     def retain(self, loop: dict[str, Any]) -> int | None:
-        return self._call(ExperienceBuffer.retain, loop["journal"], loop["step"])
+        """The oldest version is as it was told for the checkpoint before."""
+        self._tell(ExperienceBuffer.retain, loop["journal"], loop["step"])
+        return self._oldest
+
+    def close(self) -> None:
+        self._hear()
+
+    def _tell(self, method: Callable[..., Any], *arguments: Any) -> None:
+        """No step waits for the buffer to do so: the next call does, and raises what went wrong."""
+        self._told.append(BufferCall(self.buffer, method, arguments))
+
+    def _hear(self) -> None:
+        told, self._told = self._told, []
+        for asked in told:
+            found = asked.answer(RETURN_S)
+            self._oldest = found if asked.method is ExperienceBuffer.retain else self._oldest
 
     def _call(self, method: Callable[..., Any], *arguments: Any, timeout: float = RETURN_S) -> Any:
+        self._hear()
+        return BufferCall(self.buffer, method, arguments).answer(timeout)
+
+
+class BufferCall:
+    """A call of the buffer that is under way; one that is broken is asked again."""
+
+    def __init__(
+        self,
+        buffer: ActorHandle[ExperienceBuffer],
+        method: Callable[..., Any],
+        arguments: tuple[Any, ...],
+    ):
+        self.buffer, self.method, self.arguments = buffer, method, arguments
+        self._reference = buffer.ask(method, *arguments)
+
+    def answer(self, timeout: float) -> Any:
         import ray
 
         deadline = time.monotonic() + timeout
         while True:
-            asked = self.buffer.ask(method, *arguments)
             try:
-                return ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
+                return ray.get(self._reference, timeout=max(0.0, deadline - time.monotonic()))
             except BufferBroken:
                 if time.monotonic() + AGAIN_S > deadline:
                     raise
                 time.sleep(AGAIN_S)
+                self._reference = self.buffer.ask(self.method, *self.arguments)
 
 
 def await_engines(explorer: "ExplorerHandle | None", hold: bool = False) -> None:

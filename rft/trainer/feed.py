@@ -45,6 +45,7 @@ class BatchSource(Protocol):
     def mark(self) -> int: ...
     def saved(self, step: int) -> None: ...
     def retain(self, loop: dict[str, Any]) -> int | None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,11 @@ class Feed:
         return StepInput(part, metrics, experiences, groups, [Update(*one) for one in cut])
 
     def close(self) -> None:
-        """No step will be asked for."""
+        """No step will be asked for, and what the source was told is done."""
         if self.ahead:
             self.ahead.close()
+        if self.source:
+            self.source.close()
 
     def consumed(self, step: int) -> None:
         self.current = None

@@ -451,6 +451,38 @@ def test_the_same_step_saved_again_is_another_directory(memory_path: Path) -> No
     assert load(root, found, 3) == {"seen": 5, "step": 5} and equal(found, plain().fill(2))
 
 
+def test_a_save_is_found_whatever_else_is_there(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a hundred thousand versions the others are not even listed."""
+    root, state = memory_path / "c", plain()
+    for epoch in (1, 2):
+        with managed(root, state, epoch) as manager:
+            save(manager, 5, state.fill(epoch))
+            save(manager, 6, state)
+    storage, asked, known = manager.storage, list[str](), {}
+    for path in catalog.committed(storage):
+        manifest = catalog.read_manifest(storage, path)
+        known[manifest.step, manifest.id] = path
+    real = storage.list
+    monkeypatch.setattr(storage, "list", lambda path="": asked.append(path) or real(path))
+    assert len(known) == 4 and {catalog.find(storage, "", one): one for one in known} == {
+        path: one for one, path in known.items()
+    }
+    assert catalog.find(storage, "", (7, "e0001n0000")) is None and "" not in asked
+
+
+def test_of_saves_that_ended_long_ago_nothing_is_kept(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rft.checkpoint.manager.KNOWN", 2)
+    state = plain()
+    with managed(memory_path / "c", state) as manager:
+        for step in range(1, 7):
+            save(manager, step, state)
+        assert [one.step for one in manager._outcomes.values()] == [4, 5, 6]
+
+
 def test_a_save_that_failed_and_its_second_try(memory_path: Path, hand: Hand) -> None:
     state = plain()
     with managed(memory_path / "c", state, agent=hand.command) as manager:

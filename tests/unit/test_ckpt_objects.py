@@ -370,6 +370,22 @@ def test_only_our_drafts_without_manifest_are_swept(store: ObjectStorage) -> Non
     assert store.list("weights") == []
 
 
+def test_of_versions_that_are_whole_none_is_asked_for_when_a_run_starts(
+    store: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(6):
+        save = f"versions/v_{number:08d}.e0001n{number:04d}"
+        store.put(f"{save}/r00000.json", b"{}")
+        if number != 2:
+            store.put(f"{save}/MANIFEST.json", b'{"receipts": {"r00000.json": ""}}')
+    store.put("versions/v_00000004.e0001n0004/SWEPT", b"")
+    asked, real = list[str](), store._names
+    monkeypatch.setattr(store, "_names", lambda path: asked.append(path) or real(path))
+    left = [f"versions/v_{number:08d}.e0001n{number:04d}" for number in (2, 4)]
+    assert store.leftovers("versions") == left and sorted(asked) == ["versions", *left]
+    assert store.leftovers("weights") == []
+
+
 def test_a_checkpoint_that_has_lost_its_manifest_is_no_draft_where_latest_names_it(
     store: ObjectStorage, caplog: pytest.LogCaptureFixture
 ) -> None:

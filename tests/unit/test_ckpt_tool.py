@@ -192,6 +192,27 @@ def test_a_tag_keeps_and_untag_lets_go(job: Path, capsys: Said) -> None:
     assert [entry.step for entry in catalog.expired(list_entries(storage), one)] == [3]
 
 
+def test_of_saves_that_are_known_only_the_newest_are_read_again(
+    job: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "FRESH", 1)
+    storage, known = storage_at(job / "checkpoints"), dict[str, catalog.Entry]()
+    read, real = list[str](), catalog.read_manifest
+    monkeypatch.setattr(
+        catalog, "read_manifest", lambda storage, path: read.append(path) or real(storage, path)
+    )
+    first = list_entries(storage, "", known)
+    assert [one.step for one in first] == [3, 12] and len(read) == 2
+    assert main(["tag", f"{job}@3"]) == 0
+    read.clear()
+    assert [one.tagged for one in list_entries(storage, "", known)] == [True, False]
+    assert read == ["step_00000012"]
+    (job / "checkpoints" / "step_00000012" / "MANIFEST.json").write_text("{")
+    assert [one.step for one in list_entries(storage, "", known)] == [3]
+    storage.remove("step_00000003")
+    assert list_entries(storage, "", known) == [] == list(known)
+
+
 def test_export_to_hugging_face(job: Path, model: Path, capsys: Said) -> None:
     target = job / "out"
     assert main(["export", f"{job}@3", str(target)]) == 0

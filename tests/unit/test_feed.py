@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 
 from rft.algorithm import credit
+from rft.buffer.calls import AGAIN_S, BufferBroken
 from rft.buffer.delivery import Delivery
 from rft.config import AlgorithmConfig, Config, MegatronConfig, TrainerConfig
 from rft.data.packing import Cost, Packed, PackingPolicy, Stacked, cut_of
 from rft.data.updates import ONE_UPDATE, UpdateRule
 from rft.ground.experience import Batch, Experience, encode
+from rft.ground.protocols import ActorHandle
 from rft.run.assembly import rule_of
+from rft.trainer import control
 from rft.trainer.control import QueueSource
 from rft.trainer.feed import Feed
 
@@ -99,6 +102,83 @@ def test_the_buffer_is_told_from_which_version_on_groups_are_taken(
 
     assert Asked(None, 1.0, age).take(step).experiences == []
     assert asked == [("take", step, "trainer", oldest)]
+
+
+class Method:
+    def __init__(self, buffer: "Buffer", name: str):
+        self.buffer, self.name = buffer, name
+
+    def remote(self, *arguments: Any) -> Any:
+        self.buffer.asked.append((self.name, *arguments))
+        return self.buffer.answers[self.name]
+
+
+class Buffer:
+    """An actor whose answers are what `ray.get` is given back, or raises."""
+
+    def __init__(self, answers: dict[str, Any]):
+        self.answers, self.asked = answers, list[Any]()
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(self, name)
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was waited for."""
+    found = list[Any]()
+
+    def get(answer: Any, timeout: float) -> Any:
+        found.append(answer)
+        if isinstance(answer, list):
+            answer = answer.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("ray.get", get)
+    monkeypatch.setattr(control.time, "sleep", lambda seconds: None)
+    return found
+
+
+LOOP = {"journal": 7, "step": 3}
+
+
+def test_a_save_waits_for_nothing_of_the_buffer(heard: list[Any]) -> None:
+    """What it is told then was done, at the latest, when it is asked the next time."""
+    buffer = Buffer({"consumed": 90, "saved": None, "retain": 2, "wants_weights": False})
+    source = QueueSource(ActorHandle(buffer), 1.0)
+    source.consumed(4)
+    assert heard == [90] and source.mark() == 90
+    source.saved(5)
+    assert source.retain(LOOP) is None, "of the checkpoint before, and there was none"
+    assert heard == [90] and buffer.asked[1:] == [("saved", 5), ("retain", 7, 3)]
+    assert source.wants_weights(1) is False and heard == [90, None, 2, False]
+    assert source.retain(LOOP) == 2
+    source.close()
+    assert heard[4:] == [2]
+
+
+def test_before_the_first_step_the_buffer_is_asked_where_it_stands(heard: list[Any]) -> None:
+    buffer = Buffer({"position": 40})
+    source = QueueSource(ActorHandle(buffer), 1.0)
+    assert (source.mark(), source.mark()) == (40, 40) and buffer.asked == [("position",)]
+
+
+def test_what_the_buffer_could_not_do_is_asked_again_and_raised(
+    heard: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = Buffer({"saved": [BufferBroken("full"), None], "consumed": 8})
+    source = QueueSource(ActorHandle(buffer), 1.0)
+    source.saved(5)
+    source.consumed(5)
+    assert [name for name, *_ in buffer.asked] == ["saved", "saved", "consumed"]
+    buffer.answers["saved"] = BufferBroken("full")
+    source.saved(6)
+    monkeypatch.setattr(control, "RETURN_S", AGAIN_S / 2)
+    with pytest.raises(BufferBroken):
+        source.consumed(6)
+    source.consumed(6)
 
 
 @pytest.mark.parametrize("outcome", ["timeout", "error"])

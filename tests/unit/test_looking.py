@@ -113,6 +113,8 @@ class Shown:
 
     def look_away(self) -> None: ...
 
+    def close(self) -> None: ...
+
     def take(self, step: int) -> Batch:
         if step == self.other:
             self.batches.pop(step, None)

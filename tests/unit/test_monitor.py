@@ -208,6 +208,36 @@ def test_a_resume_keeps_lines_as_they_are(tmp_path: Path) -> None:
     assert path.read_bytes() == early + late, "an evaluation is told behind later steps"
 
 
+@pytest.mark.parametrize(
+    ("resume", "evaluation", "looked_at", "is_moved"),
+    [
+        (40, "", 4, False),  # nothing is dropped
+        (39, "", 4, False),  # the end is cut off
+        (39, '{"step": 30, "eval/a/accuracy": 1}\n', 4, True),
+        (12, '{"step": 12, "eval/a/accuracy": 1}\n', 41, True),  # what is to stay lies further up
+    ],
+)
+def test_of_a_long_file_a_resume_reads_the_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    resume: int,
+    evaluation: str,
+    looked_at: int,
+    is_moved: bool,
+) -> None:
+    path, seen = tmp_path / "metrics.jsonl", set[bytes]()
+    told = [f'{{"step": {step:2d}, "time/step_s": 1.5}}\n' for step in range(1, 41)]
+    path.write_text("".join(told) + evaluation + '{"step": 41, "ti')
+    before, real = path.stat().st_ino, run_record._step
+    monkeypatch.setattr(run_record, "LOOK", 5 * len(told[0]))
+    monkeypatch.setattr(run_record, "_step", lambda line: seen.add(line) or real(line))
+    assert run_record.RunRecord(tmp_path).last_step == 40 and len(seen) <= 5
+    seen.clear()
+    run_record.JsonLines(path, resume).close()
+    assert path.read_text() == "".join(told[:resume]) + evaluation
+    assert looked_at <= len(seen) <= looked_at + 1 and (path.stat().st_ino != before) is is_moved
+
+
 def test_rows_with_some_metrics_are_found_without_reading_the_others(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "loss": 1}\n{"step": 2, "eval/a/accuracy": 0.5}\n'
@@ -222,7 +252,8 @@ def test_a_resume_that_dies_while_dropping_lines_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n')
+    before = '{"step": 1}\n{"step": 2}\n{"step": 1, "eval": 1}\n'
+    path.write_text(before)
 
     def die(descriptor: int) -> None:
         raise KeyboardInterrupt
@@ -230,7 +261,7 @@ def test_a_resume_that_dies_while_dropping_lines_leaves_the_old_file(
     monkeypatch.setattr(run_record.os, "fsync", die)
     with pytest.raises(KeyboardInterrupt):
         run_record.JsonLines(path, 1)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert path.read_text() == before
 
 
 def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:
@@ -301,7 +332,7 @@ def test_a_full_disk_costs_lines_and_tears_none(tmp_path: Path, lost: Counter[st
 def test_a_resume_on_a_full_disk_goes_on_when_there_is_room(
     tmp_path: Path, lost: Counter[str]
 ) -> None:
-    before = '{"step": 1}\n{"step": 2}\n'
+    before = '{"step": 1}\n{"step": 2}\n{"step": 1, "eval": 1}\n'
     (tmp_path / "metrics.jsonl").write_text(before)
     with no_file_beyond(5):
         files = run_record.JsonLines(tmp_path / "metrics.jsonl", 1)
@@ -309,7 +340,7 @@ def test_a_resume_on_a_full_disk_goes_on_when_there_is_room(
         assert (tmp_path / "metrics.jsonl").read_text() == before
     files.append({"step": 3})
     files.close()
-    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 3]
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 1, 3]
     assert lost["lines of metrics.jsonl"] == 2
 
 

@@ -482,7 +482,9 @@ def test_a_version_is_found_by_its_number_wherever_its_weights_are(tmp_path: Pat
     async def publish(saved: Saved) -> None:
         published.append(saved)
 
-    assert asyncio.run(SavedVersions(str(root), publish, 1.0, version=2).first()) == 2
+    saved = SavedVersions(str(root), publish, 1.0, version=2)
+    assert asyncio.run(saved.first()) == 2
+    asyncio.run(saved.follow())  # it is there, and never another one
     assert [one.path for one in published] == ["versions/v_00000002"]
     with pytest.raises(RuntimeError, match="has no weights of version 9"):
         asyncio.run(SavedVersions(str(root), publish, 1.0, version=9).first())
