@@ -518,6 +518,7 @@ class CheckpointManager:
                 self._stager.await_done()
             finally:
                 self._link.close(deadline_s)
+            self._stager.close()
             for slot in self._stager.slots.all:
                 slot.close()
             self._link = None

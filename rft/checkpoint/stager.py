@@ -15,13 +15,14 @@ import ctypes
 import logging
 import mmap
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rft.checkpoint.records import Region, Window
 from rft.checkpoint.sharding import extent
@@ -247,7 +248,9 @@ class StagedCopy:
 
 
 class Stager:
-    """One save at a time: the next one begins after the copies of the one before."""
+    """One save at a time: the next one begins after the copies of the one before. All are copied by
+    one thread: to start another one takes until it runs, which on busy cores is long.
+    """
 
     def __init__(
         self,
@@ -265,6 +268,8 @@ class Stager:
         self.current = StagedCopy()
         self.current.issued.set()
         self.current.done.set()
+        self._saves: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        NamedThread(target=self._serve, name="checkpoint-copy", daemon=True).start()
 
     def start(
         self,
@@ -283,9 +288,12 @@ class Stager:
         self.copier.begin()
         self.current = StagedCopy()
         windows = windows or self.windows
-        arguments = (self.current, identity, tensors, send, give_up, windows, patience_s)
-        NamedThread(target=self._run, args=arguments, name="checkpoint-copy", daemon=True).start()
+        self._saves.put((self.current, identity, tensors, send, give_up, windows, patience_s))
         return self.current
+
+    def close(self) -> None:
+        """Nothing more is begun."""
+        self._saves.put(None)
 
     def await_copies(self) -> float:
         """Until the weights may change; seconds waited. On a GPU it is the device that waits."""
@@ -310,7 +318,19 @@ class Stager:
                 f"{2 * self.deadline_s:g} s: the device hangs"
             )
 
-    def _run(
+    def _serve(self) -> None:
+        enter_thread(self.copier.device)
+        while self._stage_next():
+            pass
+
+    def _stage_next(self) -> bool:
+        """On return nothing is held of its tensors."""
+        save = self._saves.get()
+        if save is not None:
+            self._stage(*save)
+        return save is not None
+
+    def _stage(
         self,
         copying: StagedCopy,
         identity: str,
@@ -320,7 +340,6 @@ class Stager:
         windows: list[tuple[int, int, list[int]]],
         patience_s: float | None,
     ) -> None:
-        enter_thread(self.copier.device)
         before = time.monotonic()
         slot: Slot | None = None
         try:

@@ -139,10 +139,15 @@ def find_job(text: str) -> Path:
 
 
 def jobs_below(path: Path) -> list[Path]:
-    """Every directory that may be a job's, nearest first."""
-    return [
-        job for depth in range(1, DEPTH + 1) for job in sorted(path.glob("/".join("*" * depth)))
-    ]
+    """Every directory that may be a job's, nearest first. Not what lies below its checkpoints, a
+    hundred thousand versions perhaps.
+    """
+    level, found = [path], list[Path]()
+    for _ in range(DEPTH):
+        above = [one for one in level if one.name != "checkpoints"]
+        level = [below for one in above for below in sorted(one.glob("*"))]
+        found += level
+    return found
 
 
 def _newest(run: Run, step: int | None) -> str:

@@ -8,6 +8,7 @@ import logging
 import re
 import struct
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 
 from rft.config import ConfigError, MonitorConfig
 from rft.ground.experience import Experience, VersionSpan
-from rft.monitor import metrics, mlflow, sinks
+from rft.monitor import left_out, metrics, mlflow, sinks
 from rft.monitor.run_record import RunRecord
 from rft.trainer.reporting import distributions, quantiles
 
@@ -206,6 +207,36 @@ def test_a_server_that_takes_nothing_costs_its_calls_and_not_the_run(
     assert b"secret-word" not in b"".join(
         path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
     )
+
+
+def test_a_server_that_does_not_keep_up_costs_calls_and_no_memory(
+    grumpy: HTTPServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arrived, gate, real = threading.Event(), threading.Event(), mlflow.Server.call
+
+    def call(server: mlflow.Server, path: str, body: Any, method: str = "POST") -> Any:
+        if body and "metrics" in body:
+            arrived.set()
+            assert gate.wait(20)
+        return real(server, path, body, method)
+
+    monkeypatch.setattr(mlflow.Server, "call", call)
+    monkeypatch.setattr(mlflow, "WAITING", 2)
+    monkeypatch.setattr(left_out, "_left_out", Counter())
+    sink = mlflow.MLflow(tmp_path, "p", "n", 0, f"http://127.0.0.1:{grumpy.server_port}")
+    sink.log({"loss": 1.0}, 1)
+    assert arrived.wait(20)
+    for step in range(2, 7):
+        sink.log({"loss": 1.0}, step)
+    assert sink._orders.qsize() == 2 and left_out.count() == 3
+    gate.set()
+    sink.close()
+    heard = grumpy.heard  # type: ignore[attr-defined]
+    assert [body["metrics"][0]["step"] for _, body, _ in heard if "metrics" in body] == [1, 2, 3]
+    assert "did not take 6 of our calls" in caplog.text  # and three were answered by an error
 
 
 def test_a_server_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_auto_takes_eager_where_it_was_always_quicker(
         now[0] += 1.0  # a step without a save
         choice.updated()
     assert chosen == [LAZY] * 3 + [EAGER] * 3 + [taken] * 2
+    assert [len(times) for times in choice._times.values()] == [3, 3], "however long a run is"
 
 
 @pytest.mark.parametrize("kind", ["lazy", "eager"])
