@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.gpu.checks import Checks, main
 from rft.config import ModelConfig, RolloutModelConfig
 from rft.ground import device as devices
@@ -116,7 +118,7 @@ async def answers(engine: RolloutEngine, name: str) -> Answers:
     for number, prompt in enumerate(PROMPTS):
         asked = GenerateRequest(request_id=f"{name}/{number}", prompt=list(prompt), sampling=greedy)
         (made,) = decode(await engine.generate(encode(asked)), list[Completion])
-        found.append((list(made.tokens), list(made.logprobs)))
+        found.append((np.asarray(made.tokens).tolist(), np.asarray(made.logprobs).tolist()))
     return found
 
 
