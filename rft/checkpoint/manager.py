@@ -284,9 +284,11 @@ class CheckpointManager:
         weights: bool = False,
         version: bool = False,
         memory: bool = False,
+        local: dict[str, bytes] | None = None,
     ) -> bool:
         """Begin to save `step`: everything (`full`, or in `memory` alone), the model alone, for
-        engines (`weights`) or to be kept as a `version`, or some of these of one staging.
+        engines (`weights`) or to be kept as a `version`, or some of these of one staging. `local`:
+        more of this rank's own, beside what the snapshot has.
 
         Returns at once unless staging is eager; False if the save was skipped because both slots
         are in use.
@@ -308,7 +310,7 @@ class CheckpointManager:
             step=step,
             outputs=outputs,
             small=snapshot.small,
-            local=snapshot.local,
+            local=snapshot.local | (local or {}),
             loop=loop | {"step": step, "scores": scores} if lead else None,
             about=self.about if lead else None,
             kept=self._states.kept(self._plan.regions, self._plan.layout) if whole else None,

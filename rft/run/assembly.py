@@ -285,7 +285,10 @@ def compare(gates: Gates, mesh: TrainerMesh, models: Models, loop: dict[str, Any
     """What every rank holds after reading a checkpoint with what the save saw. Collective; raises
     Drifted on every rank.
     """
-    gates.resumed(loop.get("vitals"), mesh.gather(models.vitals()))
+    told = mesh.gather([models.kept_vitals, models.vitals()]) or []
+    kept, now = [one for one, _ in told], [one for _, one in told]
+    # another layout, or an older rft: what rank 0 has written of one rank or of all
+    gates.resumed(kept if all(kept) else loop.get("vitals"), now)
     gates.tripped = mesh.broadcast(gates.tripped)
     gates.refuse()
 

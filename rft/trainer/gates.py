@@ -30,6 +30,7 @@ APART = "logprob_diff/max"
 GRADIENT = "drift/gradient"
 TENSORS = ("weights", "moments")  # how the names of their digests end
 SUMS = ("weight", "advantage")  # over trained tokens; of advantages, as in `credit.sums`
+VITALS = "vitals"  # of each rank, among what a save keeps of it alone; of rank 0 in its loop state
 # limits where none is given: where both compute in fp32, and elsewhere
 UNGIVEN = {ERROR: (1.001, 1.05), GRADIENT: (0.2, 0.5)}
 

@@ -27,7 +27,9 @@ from rft.algorithm.ratios import Coefficient
 from rft.config import AlgorithmConfig
 from rft.data.packing import Packed
 from rft.data.updates import Update, regrouped
+from rft.ground.experience import decode
 from rft.ground.protocols import Snapshot
+from rft.trainer.gates import VITALS
 
 if TYPE_CHECKING:
     from rft.algorithm.fields import TokenLoss
@@ -142,6 +144,8 @@ class Models:
         self.critic_warmup = critic_warmup
         self.value_loss = partial(clipped_value, cliprange_value=cliprange_value)
         self.kl = KLCoefficients(algorithm)
+        # what a save saw of this rank, in the layout that wrote it
+        self.kept_vitals: dict[str, Any] | None = None
 
     def score(
         self, part: Sequence[Packed], groups: Sequence[int] = ()
@@ -257,6 +261,7 @@ class Models:
         )
 
     def restore(self, small: dict[str, bytes]) -> None:
+        self.kept_vitals = decode(small[VITALS], dict[str, Any]) if VITALS in small else None
         self.policy.restore(small)
         self.kl.restore(small)
         if self.critic is not None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from rft.checkpoint.records import Committed, Retained
 from rft.config import TrainerConfig
+from rft.ground.experience import encode
 from rft.ground.protocols import Checkpoints, TrainerMesh
 from rft.monitor import trace
 from rft.monitor.metrics import Timer
@@ -32,7 +33,7 @@ from rft.sync.publisher import Publisher
 from rft.sync.style import Cadence
 from rft.trainer.control import Evaluations
 from rft.trainer.feed import Feed
-from rft.trainer.gates import Gates, lost
+from rft.trainer.gates import VITALS, Gates, lost
 from rft.trainer.reporting import Profiler, SkippedSteps
 from rft.trainer.saving import SaveTimes
 
@@ -181,9 +182,10 @@ class Trainer:
         version: bool = False,
         memory: bool = False,
     ) -> None:
-        loop = self.loop_state(step)
+        loop, local = self.loop_state(step), dict[str, bytes]()
         if full:  # what was in memory has not been read from a disk
-            loop["vitals"] = self.mesh.gather(self.models.vitals())
+            vitals = self.models.vitals()
+            loop["vitals"], local[VITALS] = [vitals], encode(vitals)
         is_begun = self.checkpoints.save(
             step,
             self.models,
@@ -192,6 +194,7 @@ class Trainer:
             weights=weights,
             version=version,
             memory=memory,
+            local=local,
         )
         if full and is_begun:
             self.save_times.begun(step)

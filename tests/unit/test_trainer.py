@@ -40,7 +40,7 @@ class Parts:
         self.asked: list[int] = []
         self.unsaved: dict[int, bool] = {}
         note = self.note
-        self.mesh = SimpleNamespace(broadcast=lambda item: item, gather=lambda item: [item])
+        self.mesh = SimpleNamespace(broadcast=lambda item: item)  # a save needs no other rank
         self.models = SimpleNamespace(
             score=self.score, train_step=self.train_step, vitals=lambda: {"step": 0}
         )
@@ -96,6 +96,7 @@ class Parts:
         weights: bool,
         version: bool,
         memory: bool,
+        local: dict[str, bytes],
     ) -> bool:
         kinds = [*["full"] * full, *["weights"] * weights, *["version"] * version]
         kinds += ["memory"] * memory

@@ -193,8 +193,8 @@ MUTATIONS = [
     *_of(
         "restore",
         "checkpoint.stager",
-        ("Stager._copy", "region.at - start, region", "max(0, region.at - start - 512), region"),
-        ("Stager._copy", "region.bytes), tensor)", "region.bytes), 0 * tensor)"),
+        ("Stager._copy", "region.at - start)", "max(0, region.at - start - 512))"),
+        ("Stager._copy", "slot.bytes, tensor,", "slot.bytes, 0 * tensor,"),
     ),
 ]
 

@@ -183,8 +183,10 @@ class RemoteCheckpoints:
         weights: bool = False,
         version: bool = False,
         memory: bool = False,
+        local: dict[str, bytes] | None = None,
     ) -> bool:
-        """Begin; the service takes its copy before the next update.
+        """Begin; the service takes its copy before the next update, and a rank has nothing of its
+        own.
 
         Weights for engines alone are the publisher's, and versions and memory the service's.
         """
