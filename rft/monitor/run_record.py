@@ -5,8 +5,8 @@ In: metrics and rows with their step. Out: lines `{"step": 37, "time_s": 12.3, .
 time spent in this job, going on where the resumed run stood. Invariants: a line is written whole by
 one append and never changed; after a resume at step T nothing of a later step is left, so no step
 appears twice however often the run was killed. A line that a full disk does not take is counted
-(`left_out`); a file with lines that cannot be read is set aside, and what can be goes on. Who reads
-writes nothing, also beside a run that is under way.
+(`left_out`); a file with lines that cannot be read (a start looks for them in its last 64 MB) is
+set aside, and what can be goes on. Who reads writes nothing, also beside a run that is under way.
 """
 
 import itertools
@@ -172,14 +172,14 @@ class JsonLines:
             return
         with self.path.open("rb") as file:
             file.seek(start)
-            is_end = file.read(len(data)) == data
-            if not is_end:
+            is_there = file.read(len(data)) == data
+            if not is_there:
                 with durable.replacing(self.path) as anew:
                     file.seek(0)
                     while (left := start - file.tell()) > 0:
                         anew.write(file.read(min(left, LOOK)))
                     anew.write(data)
-        if is_end and self.path.stat().st_size > start + len(data):
+        if is_there and self.path.stat().st_size > start + len(data):
             os.truncate(self.path, start + len(data))
 
     def _set_aside(self, damaged: int, data: bytes) -> None:
