@@ -267,7 +267,7 @@ def an_offer_that_takes_back_a_newer_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Members, "offer", offer)
 
 
-@planted_at(1393, engines_fall=True)
+@planted_at(3842, engines_fall=True)
 def an_engine_that_missed_an_older_version_and_gets_no_newer_one(
     patch: pytest.MonkeyPatch,
 ) -> None:
