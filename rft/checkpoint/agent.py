@@ -354,8 +354,8 @@ class Agent:
             self._exporters.add(exporter)
             cause = self._follow(exporter, asked.target)
             self._exporters.discard(exporter)
-        self._exports.pop(asked.name, None)
         self.wire.send(Exported(step=asked.step, target=asked.target, cause=cause))
+        self._exports.pop(asked.name, None)  # until it is told, who ends waits for this thread
 
     def _follow(self, exporter: "subprocess.Popen[bytes]", target: str) -> str:
         """Until it has ended; one that says nothing for `deadline_s` is killed.

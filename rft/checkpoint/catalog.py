@@ -230,27 +230,24 @@ def list_entries(
     """Committed directories with a sound manifest, oldest first. Of those that are `known`, from
     the last call, only the newest are read again: a run may keep a hundred thousand.
     """
-    paths, found = named(storage, collection), list[Entry]()
     known = {} if known is None else known
-    tags = set(storage.list("tags"))
-    for path in paths[:-FRESH]:
-        if path in known:
-            found.append(replace(known[path], tagged=path in tags))
-    read = {one.path for one in found}
-    there = [path for path in paths if path not in read and MANIFEST in storage.list(path)]
-    found += _entries(storage, there)
+    paths, tags = named(storage, collection), set(storage.list("tags"))
+    old = {path: known[path] for path in paths[:-FRESH] if path in known}
+    new = [path for path in paths if path not in old and MANIFEST in storage.list(path)]
+    found = [*old.values(), *_entries(storage, new)]
     known.clear()
     known |= {one.path: one for one in found}
-    return sorted(found, key=lambda one: (one.epoch, one.step))
+    tagged = (replace(one, tagged=one.path in tags) for one in found)
+    return sorted(tagged, key=lambda one: (one.epoch, one.step))
 
 
 def _entries(storage: Storage, paths: Iterable[str]) -> Iterator[Entry]:
-    """Of committed directories those with a sound manifest."""
-    tags = set(storage.list("tags"))
+    """Of committed directories those with a sound manifest; whether tagged is not looked at."""
     for path in paths:
         try:
             found = read_manifest(storage, path)
         except (ValueError, OSError) as error:
             log.error("%s", error)
             continue
-        yield Entry(path, found.epoch, found.step, found.size, path in tags, found.id, found.base)
+        numbers = found.epoch, found.step, found.size
+        yield Entry(path, *numbers, id=found.id, base=found.base)

@@ -39,7 +39,7 @@ from rft.sync.style import Cadence
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 from rft.trainer import control
 from rft.trainer.feed import BatchSource, Feed, is_supervised
-from rft.trainer.gates import Gates
+from rft.trainer.gates import VITALS, Gates
 from rft.trainer.models import Models
 from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter
 from rft.trainer.saving import save_times
@@ -288,7 +288,7 @@ def compare(gates: Gates, mesh: TrainerMesh, models: Models, loop: dict[str, Any
     told = mesh.gather([models.kept_vitals, models.vitals()]) or []
     kept, now = [one for one, _ in told], [one for _, one in told]
     # another layout, or an older rft: what rank 0 has written of one rank or of all
-    gates.resumed(kept if all(kept) else loop.get("vitals"), now)
+    gates.resumed(kept if all(kept) else loop.get(VITALS), now)
     gates.tripped = mesh.broadcast(gates.tripped)
     gates.refuse()
 

@@ -185,7 +185,7 @@ class Trainer:
         loop, local = self.loop_state(step), dict[str, bytes]()
         if full:  # what was in memory has not been read from a disk
             vitals = self.models.vitals()
-            loop["vitals"], local[VITALS] = [vitals], encode(vitals)
+            loop[VITALS], local[VITALS] = [vitals], encode(vitals)
         is_begun = self.checkpoints.save(
             step,
             self.models,
