@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from rft.ground import host_memory
 from rft.ground.streams import Copier, CudaCopier, HostCopier, settle
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Device:
             torch.cuda.set_device(self.index)
         else:
             torch.set_num_threads(self.threads)
+            host_memory.keep_blocks()
 
     def order_sums(self) -> None:
         """On a GPU take only kernels that add up in one order. On a CPU all do."""

@@ -20,7 +20,7 @@ FILES = {
 }
 CACHED = ("active_file", "inactive_file")
 WORTH_GIVING = 16 * 2**20  # bytes; below, looking for free pages costs more than they are worth
-M_MMAP_THRESHOLD = -3  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of malloc.h
 LIBC = ctypes.CDLL(None)
 
 
@@ -38,6 +38,16 @@ def keep_no_blocks() -> None:
     """
     if hasattr(LIBC, "mallopt"):
         LIBC.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
+
+
+def keep_blocks() -> None:
+    """From now on what is freed stays with this process, for what it allocates next, until
+    `give_back` (GNU's library: man 3 mallopt). A step allocates what the one before has freed, and
+    every page that went back to the system in between is made, and filled with zeros, anew.
+    """
+    if hasattr(LIBC, "mallopt"):
+        LIBC.mallopt(M_MMAP_MAX, 0)
+        LIBC.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def available(root: Path = ROOT) -> int:

@@ -10,7 +10,9 @@ imported:
     torch.compile in core.jit   -> no decorator: inductor needs a C++ compiler and minutes at first
                                 use
 
-Nothing of torch is patched and nothing happens at run time. Invariant: rewritten code is never
+Nothing of torch is patched. A few names of its modules are set behind their import (`exec_module`),
+among them the two collectives of its distributed optimizer, which give the same bits without gloo's
+copies. Invariant: rewritten code is never
 written to disk, where it would poison an environment that another process uses with a GPU.
 """
 
@@ -93,6 +95,26 @@ def _stand_in() -> types.ModuleType:
 cuda = _stand_in()
 
 
+def reduce_within(
+    shard: torch.Tensor, whole: torch.Tensor, op: Any, group: Any, async_op: bool = False
+) -> None:
+    """`reduce_scatter_tensor` where `shard` is this rank's range of `whole`, whose other ranges
+    nobody reads afterwards. gloo's adds up a copy of the whole and copies back the range: at one
+    rank 0.23 s for the gradients of 135M parameters, for nothing. Of the sum every bit is the same.
+    """
+    group.allreduce(whole, op).wait()
+
+
+def gather_within(
+    whole: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool = False
+) -> None:
+    """`all_gather_into_tensor` where `shard` is this rank's range of `whole`: every rank sends its
+    own to where it belongs, without gloo's copy of the whole.
+    """
+    for rank, part in enumerate(whole.chunk(group.size())):
+        group.broadcast(part, rank).wait()
+
+
 class _Rewrite(ast.NodeTransformer):
     def __init__(self, module: str) -> None:
         self.in_jit = module == JIT
@@ -165,6 +187,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
             # to "no patches".
             module._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[attr-defined]
             module._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)  # type: ignore[attr-defined]
+        elif module.__name__ == PREFIX + ".distributed.param_and_grad_buffer":
+            module.dist_reduce_scatter_func = reduce_within  # type: ignore[attr-defined]
+            module.dist_all_gather_func = gather_within  # type: ignore[attr-defined]
         elif module.__name__ == PREFIX + ".transformer.moe.moe_utils" and not hasattr(
             module, "te_general_gemm"
         ):
