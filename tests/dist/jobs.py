@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import importlib.util
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -317,6 +318,29 @@ def cached_bytecode() -> list[str]:
             if cache.exists() and b"_rft_cuda" in cache.read_bytes():
                 found.append(name)
     return found
+
+
+def within() -> tuple[list[bool], int]:
+    """Each of the optimizer's two collectives beside torch's own, on what this rank drew; and how
+    many pages they made.
+    """
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    with mesh_of(MegatronConfig()):
+        size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        drawn = torch.randn(size * 2**20, generator=torch.Generator().manual_seed(rank))
+        wholes = [drawn.clone() for _ in range(4)]
+        shards = [whole.chunk(size)[rank] for whole in wholes]
+        group = torch.distributed.group.WORLD
+        torch.distributed.reduce_scatter_tensor(shards[0], wholes[0])
+        torch.distributed.all_gather_into_tensor(wholes[1], shards[1])
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        op = torch.distributed.ReduceOp.SUM
+        buffers.dist_reduce_scatter_func(shards[2], wholes[2], op=op, group=group, async_op=False)
+        buffers.dist_all_gather_func(wholes[3], shards[3], group=group, async_op=False)
+        pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        same = [torch.equal(shards[0], shards[2]), torch.equal(wholes[1], wholes[3])]
+        return same, pages
 
 
 def megatron() -> tuple[str, str]:

@@ -44,3 +44,12 @@ def test_installing_after_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_rewritten_code_is_never_cached(ranks: Ranks) -> None:
     assert ranks.run("jobs:cached_bytecode", 1) == [[]]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_collectives_of_the_optimizer_give_the_same_bits_without_a_copy(
+    ranks: Ranks, world: int
+) -> None:
+    for same, pages in ranks.run("jobs:within", world):
+        assert same == [True, True]
+        assert pages < 2**20 * 4 // 4096  # less than one of their shards takes

@@ -2,6 +2,8 @@
 asks for it.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -162,3 +164,39 @@ def test_a_plan_above_the_containers_limit_is_refused(
     with pytest.raises(ConfigError, match=told):
         preflight.check(config)
     preflight.check(config, at_start=False)
+
+
+STEPS = """
+import ctypes, resource
+from rft.ground.host_memory import give_back, keep_blocks
+
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: pages are small ones
+
+def pages(steps):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(steps):
+        held = [b"x" * 2**25 for _ in range(2)]
+        del held
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+pages(1)
+before = pages(4)
+keep_blocks()
+pages(1)
+since = pages(4)
+give_back(2**26)
+print(before, since, pages(1))
+"""
+
+
+def test_a_step_that_keeps_its_blocks_makes_no_pages_anew() -> None:
+    """Each step of 16,384 pages in two blocks: before, every time; since, no more, until somebody
+    asks to give them back.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS], capture_output=True, text=True, check=True, timeout=60
+    )
+    before, since, given_back = map(int, done.stdout.split())
+    assert before > 4 * 16_000
+    assert since < 500
+    assert given_back > 8_000
