@@ -67,7 +67,7 @@ BOTH = "both"
 CASES = {
     "quickstart": Case("quickstart", {}, 128, steps=10, left=3, quick_s=120.0),
     "135M": Case(
-        "135M", {**SMOLLM, "vocab": 49152}, 28, steps=3, left=1, quick_s=150.0, least_s=STEP_S
+        "135M", {**SMOLLM, "vocab": 49152}, 56, steps=6, left=1, quick_s=240.0, least_s=STEP_S
     ),
     # steps of two kinds, a short and a long one, may go in turn: blocks are of both
     BOTH: Case(BOTH, {}, 32, steps=20, left=4, quick_s=120.0, bar=0.05),

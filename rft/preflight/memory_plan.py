@@ -46,7 +46,7 @@ from rft.run.cards import engine_cards
 from rft.sync import transfer
 
 GRADIENT = 4  # bytes: gradients are summed in fp32
-HEAP = 1.45  # of what a CPU's ranks keep for the backward pass: temporaries, and holes between
+HEAP = 1.2  # of what a CPU's ranks keep for the backward pass: temporaries, and holes between
 WIDE = 6  # rows of the hidden size, in fp32, around the logits: states, their gradients, copies
 HEAD = "lm_head.weight"
 # processes before they hold anything: a rank and its checkpoint agent, an engine and its front, and
@@ -68,7 +68,6 @@ class MemoryPlan:
     beside: int  # reference and critic
     activations: int
     logits: int  # tiles of them, and hidden states around them
-    update: int  # a copy of the weights, on a CPU, while they are gathered
     transfer: int  # to engines
     staging: int  # host memory, of two checkpoints on their way
     checkpoint: int  # bytes of one, all ranks together
@@ -97,7 +96,6 @@ class MemoryPlan:
             "reference and critic": self.beside,
             ACTIVATIONS: self.activations,
             "logits": self.logits,
-            "copy while updating": self.update,
             "transfer of weights": self.transfer,
         }
         return {name: size for name, size in parts.items() if size}
@@ -142,7 +140,6 @@ def plan(config: Config) -> MemoryPlan:
         beside=critic + reference,
         activations=activations(hf, config, tokens),
         logits=logits(dims, config, tokens),
-        update=mine * item * (config.device == "cpu"),
         transfer=ends[0].bytes() if ends else 0,
         staging=others
         + min(
@@ -289,7 +286,7 @@ def on_host(config: Config, wanted: MemoryPlan, on_cpu: bool) -> dict[str, int]:
         "versions of weights in memory": stored + receivers * stored // HELD,
     }
     if on_cpu:
-        passing = wanted.activations + wanted.logits + wanted.update
+        passing = wanted.activations + wanted.logits
         parts["trainer"] = ranks * (wanted.rank - passing)
         parts[ACTIVATIONS] = ranks * passing
         parts["engines"] = engines * (wanted.engine_weights + wanted.engine_cache)

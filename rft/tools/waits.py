@@ -184,6 +184,9 @@ _await | killed processes | `KILL_WAIT_S` | said
 Child.reap | killed processes | `CLOSE_TIMEOUT_S` | the caller is told
 guard | a foreign program's end | none: whoever started it kills it | what it started is killed
 guard.end | what the program started | 0, then `KILL_WAIT_S` | killed
+megatron/cpu_port.py
+gather_within | ranks with the same weights | `collective_timeout` | the rank fails
+reduce_within | ranks with the same weights | `collective_timeout` | the rank fails
 megatron/mesh.py
 Mesh.gather | all ranks | `collective_timeout` | the rank fails, its peers named
 Mesh._receive_part | rank 0 | `collective_timeout` | the rank fails
