@@ -96,8 +96,9 @@ def test_killed_and_continued_it_is_the_same_run(
         spare = await_process(run, "rft.run.spare")
         killed = kill_rank(run)
         run.wait_for(r"^\[ *1/")
-        # they must not go on with what they had: the engine serves an older version now
-        (root / "gate").unlink()
+        # they must not go on with what they had: the engine serves an older version now; and the
+        # run is not to end before it is killed
+        (root / "gate").write_text(str(SAVE_INTERVAL + 1))
         check_alive(survivors)
 
         survivors = [run.find("ray::Explorer"), run.find("rft.run.rank ")]
@@ -118,11 +119,13 @@ def test_killed_and_continued_it_is_the_same_run(
         run.process.wait()
         run.await_extinction(DIES_ALONE_S)
     assert checkpoints(job) == [SAVE_INTERVAL]
+    (root / "gate").write_text(str(SAVE_INTERVAL + 2))
     with train(*arguments) as run:
         run.wait_step(SAVE_INTERVAL + 1)
         assert lose_actor(run, "Synchronizer").startswith("synchronizer: ")
         run.wait_step(SAVE_INTERVAL + 2)
         kill_rank(run, killed)  # a state newer than the checkpoint is in its agent's memory
+        (root / "gate").unlink()
         run.wait_for(r"^trainer: back from memory, \d step.s. made again; seconds: detect ")
         assert (run.end(), run.errors()) == (0, "")
     row = [row for row in step_rows(job) if "recovery/total_s" in row][-1]
