@@ -238,7 +238,9 @@ def measure_rank(dtype: str, threads: int, port: str, rank: int) -> dict[str, An
     whole, half_of_it = torch.zeros(2**22), torch.zeros(2**21)
 
     def exchanged() -> None:
-        """As gradients are, and weights; other messages as well."""
+        """As sequences of tensor-parallel ranks are; gradients and weights go in place, in less
+        (`rft.megatron.cpu_port`).
+        """
         dist.reduce_scatter_tensor(half_of_it, whole)
         dist.all_gather_into_tensor(whole, half_of_it)
 
