@@ -33,6 +33,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 REWARD = f"{REPOSITORY / 'bench' / 'loop_tasks.py'}:reward"
 STEP = re.compile(r"^\[ *(\d+)/\d+ .*loss")
 GOES_ON_S = 60.0  # after a death
+# of a step; the second so many that a disk has written 8 GB before the next save but one begins,
+# for two saves are kept in memory and a third waits
+ROWS, LONG_STEP_ROWS = 512, 8192
 SHORT_QUICKSTART = (
     "stages.0.trainer.total_steps=6",
     "stages.0.trainer.stop_at_loss=null",
@@ -150,12 +153,13 @@ class Place:
             *more,
         )
 
-    def sft(self, name: str, steps: int, *more: str) -> tuple[str, ...]:
+    def sft(self, name: str, steps: int, rows: int, *more: str) -> tuple[str, ...]:
+        """`rows`: of a step, on a card."""
         return (
             "experiment=sft",
             *self._common(name, steps),
             f"buffer.trainer_input.experience_buffer.path={self.tasks}",
-            f"buffer.train_batch_size={128 if self.fake else 512}",
+            f"buffer.train_batch_size={128 if self.fake else rows}",
             *more,
         )
 
@@ -288,7 +292,7 @@ def nsys(checks: Checks) -> None:
         before = ["nsys", "profile", "--trace=cuda,nvtx", "--capture-range=cudaProfilerApi"]
         before += ["--capture-range-end=stop", "--output", str(out)]
         more = ("trainer.profiler=nsys", f"trainer.profile_steps=[{first},{last}]")
-        with Run(*place.sft("run", last + 1, *more), before=before) as run:
+        with Run(*place.sft("run", last + 1, ROWS, *more), before=before) as run:
             checks.most("exit code", run.end(), 0)
         command = [
             "nsys",
@@ -324,9 +328,10 @@ def resume(checks: Checks) -> None:
     steps, dies_at = 8 if not checks.fake else 20, 5
     with tempfile.TemporaryDirectory() as directory:
         place = Place(checks, directory, "qwen3_0_6b")
-        with Run(*place.sft("whole", steps, "trainer.save_interval=2")) as run:
+        more = LONG_STEP_ROWS, "trainer.save_interval=2"
+        with Run(*place.sft("whole", steps, *more)) as run:
             checks.most("exit code", run.end(), 0)
-        words = place.sft("killed", steps, "trainer.save_interval=2")
+        words = place.sft("killed", steps, *more)
         saves = place.record("killed").directory / "checkpoints"
         with Run(*words) as run:
             at = next(step for step in run.steps() if step >= dies_at and has_one(saves))
@@ -344,6 +349,7 @@ def resume(checks: Checks) -> None:
         rows = [row for row in place.record("whole").timed if row["step"] > 2]
         share = max(row.get("time/staging_wait_s", 0.0) / row["time/step_s"] for row in rows)
         checks.on_card("staging_wait_s of a step", share, "less than 0.01", share < 0.01)
+        tell_numbers(checks, place.record("whole"))
 
 
 def has_one(saves: Path) -> bool:

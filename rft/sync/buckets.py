@@ -7,19 +7,20 @@ tensors that they belong to, and what tells that they arrived as they were sent.
 
 A checksum has 128 bits per bucket, seeded with the round that the bucket belongs to (plan, version,
 stream and bucket: bytes of another round are wrong bytes). Host memory: xxh3-128. Device memory: a
-mixing reduction in torch's integers, so that no byte has to leave the device; two sums of the
-words, to each word an odd number times its place added, and mixed (the finaliser of splitmix64,
-Steele et al. 2014). Both ends of a stream use the same one: which, follows from where the weights
-lie.
+mixing reduction in integers, so that no byte has to leave the device; two sums of the words, to
+each word an odd number times its place added, and mixed (the finaliser of splitmix64, Steele et al.
+2014): on a card one kernel (`rft.sync.mixing`), else torch's operations. Both ends of a stream use
+the same one: which, follows from where the weights lie.
 
 Invariant: a tensor comes out of `Staging` once per round, when every bucket with a piece of it was
 reported as good.
 """
 
+import importlib.util
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, islice
 
@@ -54,44 +55,65 @@ def host_checksum(seed: int) -> "xxhash.xxh3_128":
     return xxhash.xxh3_128(seed=seed)
 
 
+def has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
 class Checksum:
-    """Of contiguous uint8 tensors on one device, whose lengths 8 divides: slice by slice, in memory
-    that is made once, for all links of a process. One sum at a time: with what it reads back,
-    16 bytes, the device is done with that memory, and another stream may use it.
+    """Of contiguous uint8 tensors on one device, whose lengths 8 divides: in memory that is made
+    once, for all links of a process. One sum at a time: with what it reads back, 16 bytes, the
+    device is done with that memory, and another stream may use it.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self._free = threading.Lock()
-        self._places: torch.Tensor | None = None
+        self._add: Callable[[torch.Tensor, int], None] | None = None
 
     def make(self) -> None:
         """Its memory, the first time. Whoever connects the first link calls this."""
         with self._free:
-            if self._places is not None:
+            if self._add is not None:
                 return
-            words = SLICE // WORD
-            kept = torch.empty((3, len(ODD), words), dtype=torch.int64, device=self.device)
             self._total, self._sum = torch.empty((2, 2), dtype=torch.int64, device=self.device)
-            for lane, odd in zip(kept[0], ODD, strict=True):
-                torch.arange(1, words + 1, out=lane).mul_(_signed(odd))
+            if has_kernel(self.device):
+                self._add = self._by_kernel
+                self._by_kernel(self._sum, 0)  # compiled now: a second that no round waits for
+            else:
+                self._make_slices()
+                self._add = self._by_slices
             settle(self.device)  # another thread, with another stream, uses it
-            self._places, self._mixed, self._shifted = kept
 
     def of(self, data: torch.Tensor, seed: int) -> bytes:
         with self._free:
-            assert self._places is not None
+            assert self._add is not None
             self._total.zero_()
-            words, at = data.view(torch.int64), 0
-            for part in words.split(self._places.shape[1]):
-                mixed = self._mixed[:, : len(part)]
-                torch.add(part, self._places[:, : len(part)], out=mixed)
-                for lane, odd in zip(mixed, ODD, strict=True):
-                    lane.add_(_signed(at * odd + (seed ^ odd)))
-                self._mix(mixed, self._shifted[:, : len(part)])
-                self._total.add_(torch.sum(mixed, dim=1, out=self._sum))
-                at += len(part)
+            self._add(data.view(torch.int64), seed)
             return self._total.cpu().numpy().tobytes()
+
+    def _by_kernel(self, words: torch.Tensor, seed: int) -> None:
+        from rft.sync import mixing
+
+        seeds = _signed(seed ^ ODD[0]), _signed(seed ^ ODD[1])
+        mixing.add(words, self._total, seeds, ODD, MIXING)
+
+    def _make_slices(self) -> None:
+        words = SLICE // WORD
+        kept = torch.empty((3, len(ODD), words), dtype=torch.int64, device=self.device)
+        for lane, odd in zip(kept[0], ODD, strict=True):
+            torch.arange(1, words + 1, out=lane).mul_(_signed(odd))
+        self._places, self._mixed, self._shifted = kept
+
+    def _by_slices(self, words: torch.Tensor, seed: int) -> None:
+        at = 0
+        for part in words.split(self._places.shape[1]):
+            mixed = self._mixed[:, : len(part)]
+            torch.add(part, self._places[:, : len(part)], out=mixed)
+            for lane, odd in zip(mixed, ODD, strict=True):
+                lane.add_(_signed(at * odd + (seed ^ odd)))
+            self._mix(mixed, self._shifted[:, : len(part)])
+            self._total.add_(torch.sum(mixed, dim=1, out=self._sum))
+            at += len(part)
 
     @staticmethod
     def _mix(words: torch.Tensor, shifted: torch.Tensor) -> None:

@@ -3,10 +3,14 @@ of the card is a stand-in.
 """
 
 import multiprocessing
+import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import packed_sender
@@ -249,3 +253,14 @@ def test_the_start_says_which_way_it_is(
     config.explorer.rollout_model.engine_num = engines
     config.cluster.ray_address, config.synchronizer.receive = cluster, receive
     assert told(config) == line
+
+
+def test_a_cards_kernel_gives_the_sums_of_torchs_operations() -> None:
+    """Through Triton's interpreter, which must be chosen before anything loads Triton;
+    `python -m bench.gpu 1.checksum` does the same on a card.
+    """
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("interpreted_checksum.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG)
+    assert done.returncode == 0, done.stderr
