@@ -35,10 +35,10 @@ from rft.ground.streams import hand_over, settle
 from rft.sync.connection import CHUNK
 from rft.sync.loading import PartTensor, layer_order
 from rft.sync.plan import ALIGNMENT, Bucket, StreamPart, WeightStream, row_bytes
-from rft.sync.transfer import SLICE
 
 CHECKSUM_BYTES = 16
 WORD = 8  # bytes
+SLICE = 4 * 2**20  # bytes that torch's operations sum at a time
 ODD = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # of two lanes
 MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 0))  # shifts and factors
 AHEAD = 4  # buckets of a stream that may wait for the consumer, where the memory is not kept

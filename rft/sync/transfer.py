@@ -5,9 +5,9 @@ for that. Pure; loads no torch.
     engine worker  a link from each trainer rank whose stream it takes, and one group of engines
 
 In: numbers of ranks, engines and their workers. Out: bytes, all of them taken as the links are made
-and kept: messages, what checksums need, and NCCL's own buffers. Not in it: a block of a rank's
-weights that is not in one piece there, of which each link of a rank holds one at a time; and what
-NCCL's and torch's code takes of a card, whoever uses it.
+and kept: messages and NCCL's own buffers. Not in it: a block of a rank's weights that is not in one
+piece there, of which each link of a rank holds one at a time; and what NCCL's and torch's code
+takes of a card, whoever uses it.
 
 NCCL's part is what its sources say (`init.cc`, `computeBuffSizes`; not read again here and never
 measured): for each peer, direction and channel a buffer of each protocol. Their sizes are of the
@@ -25,8 +25,6 @@ MEBI = 2**20
 BOUND = 512 * MEBI  # of one process
 SENT, RECEIVED, PASSED = 2, 1, 4  # messages of a link at its rank and at its worker; of a group
 LEAST, MOST = 2 * MEBI, 32 * MEBI  # of a message: a few launches of kernels must be worth it
-SLICE = 4 * MEBI  # that is summed at a time
-SCRATCH = 6 * SLICE  # beside it: places and two temporaries, of two lanes
 # NCCL's protocols: lines per thread, threads, steps, bytes
 LL = 8 * 512 * 8 * 16
 LL128 = 120 * 640 * 8 * 8
@@ -54,7 +52,7 @@ class Transfer:
         return buffers * channel + (self.links + self.groups) * OWN
 
     def bytes(self, environment: Mapping[str, str] = os.environ) -> int:
-        return self.messages * self.message_bytes + SCRATCH + self.nccl_bytes(environment)
+        return self.messages * self.message_bytes + self.nccl_bytes(environment)
 
 
 def channels(links: int) -> int:

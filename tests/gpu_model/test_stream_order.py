@@ -19,13 +19,15 @@ from rft.sync.buckets import Blocks
 from rft.sync.communicator import nccl
 from rft.sync.connection import PeerConnection
 from rft.sync.plan import Share
-from rft.sync.transfer import RECEIVED, SCRATCH, SENT
+from rft.sync.transfer import RECEIVED, SENT
 
 LONG, BUCKET = 20.0, 4096
 SHAPES = {"norm": (64,), "q_proj.weight": (64, 96), "down_proj.weight": (96, 64), "head": (300, 64)}
 TRAINER, ENGINE = torch.device("cuda", 0), torch.device("cuda", 1)
 WAYS = ("ipc", "nccl")
 SUMS = 1024  # bytes, at most: of lanes, as they are added
+# of torch's operations, which stand in for the kernel: places and two temporaries, of two lanes
+SCRATCH = 6 * buckets.SLICE
 
 
 class Weights:

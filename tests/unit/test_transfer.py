@@ -3,7 +3,7 @@
 import pytest
 
 from rft.config import Config
-from rft.sync import buckets, links
+from rft.sync import links
 from rft.sync.transfer import (
     BOUND,
     LEAST,
@@ -12,7 +12,6 @@ from rft.sync.transfer import (
     MOST,
     RECEIVED,
     SENT,
-    SLICE,
     at_rank,
     at_worker,
     channels,
@@ -45,7 +44,6 @@ def test_a_process_gives_half_a_gibibyte_at_most(layout: tuple[int, int, int]) -
 
 def test_what_the_numbers_count_is_what_links_and_checksums_make() -> None:
     assert (SENT, SENT) == (links.BUFFERS, links.SLOTS)
-    assert buckets.SLICE == SLICE
     one = at_rank(1, MEBI).bytes({}), at_rank(2, MEBI).bytes({})
     assert one[1] - one[0] > SENT * MEBI
     alone, many = at_worker(4, 1, MEBI), at_worker(4, 2, MEBI)
