@@ -129,7 +129,7 @@ class CheckpointManager:
         self.epoch = epoch
         self.device = device or choose("cpu")
         self.about = about or {}
-        self.log_dir = log_dir
+        self.agent_log = log_dir / f"checkpoint_agent_{ranks.rank}.log" if log_dir else None
         self.status = Status()
         # step of the newest checkpoint that this process has loaded or seen committed
         self.newest: int | None = None
@@ -242,10 +242,7 @@ class CheckpointManager:
             reserve=total * self.ranks.world,
             replicas=replicas,
         )
-        log_path = (
-            self.log_dir / f"checkpoint_agent_{self.ranks.rank}.log" if self.log_dir else None
-        )
-        self._link = Link(settings, self._hear, log_path, self._agent, patience_s=patience_s)
+        self._link = Link(settings, self._hear, self.agent_log, self._agent, patience_s=patience_s)
         if inherited is not None and inherited.kept is not None:
             slots.take(inherited.kept.slot)
         self._states.start(self._link, inherited)

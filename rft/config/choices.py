@@ -58,12 +58,13 @@ def explained(config: Config) -> list[Choice]:
 
 
 def start_lines(config: Config) -> list[str]:
-    """For the start of a run on GPUs: what was decided, and what it costs. On a CPU there is
-    nothing to tell.
+    """For the start of a run on GPUs: what was decided for the parts that it has, and what it
+    costs. On a CPU there is nothing to tell.
     """
     if config.device != "cuda":
         return []
-    found = explained(config)
+    parts = {"trainer": config.mode in ("both", "train"), "explorer": config.mode != "train"}
+    found = [one for one in explained(config) if parts[one.key.split(".")[0]]]
     said = [f"{one.key}={_word(one.value)}" for one in found]
     width = max(map(len, said), default=0)
     lines = [f"  {key:<{width}}  {one.why}" for key, one in zip(said, found, strict=True)]

@@ -81,11 +81,8 @@ def redirect(path: Path, config: "LogConfig", keep_stdout: bool = False) -> None
     if refused is not None:
         left_out.note("a process's log file", refused)
     show_stacks_on_signal()
-    if config.max_mb and refused is None:
-        limit = int(config.max_mb * 1e6)
-        threading.Thread(
-            target=_keep_small, args=(path, limit), name="log-size", daemon=True
-        ).start()
+    if refused is None:
+        keep_small(path, config)
     trace.start(path.stem)
 
 
@@ -110,11 +107,20 @@ def hide_secrets() -> None:
         sys.stdout, sys.stderr = Redacted(sys.stdout), Redacted(sys.stderr)  # type: ignore[assignment]
 
 
+def keep_small(path: Path, config: "LogConfig") -> None:
+    """From now on, also a log that another process will write: one that this one starts."""
+    if config.max_mb:
+        limit = int(config.max_mb * 1e6)
+        threading.Thread(
+            target=_keep_small, args=(path, limit), name="log-size", daemon=True
+        ).start()
+
+
 def turn_over(path: Path, limit: int) -> bool:
     """Once it is larger than `limit`, `<part>.log` becomes `<part>.log.1`. Whoever writes, child
     processes too, goes on writing to the same file, now empty: it was opened to append.
     """
-    if path.stat().st_size <= limit:
+    if not path.exists() or path.stat().st_size <= limit:
         return False
     shutil.copyfile(path, path.with_name(path.name + ".1"))
     os.truncate(path, 0)

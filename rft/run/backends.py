@@ -192,7 +192,7 @@ class MegatronBackend(TrainBackend):
             address=own_address(f"{first}:0"),
             journal=journal_of(buffer, self.job) if is_queue else "",
         )
-        return CheckpointManager(
+        saves = CheckpointManager(
             configs.checkpoint_root(config),
             mesh,
             config.trainer,
@@ -203,6 +203,9 @@ class MegatronBackend(TrainBackend):
             log_dir=logs.where(Path(os.environ["RFT_LOG_DIR"]), config.log),
             place=place,
         )
+        assert saves.agent_log is not None
+        logs.keep_small(saves.agent_log, config.log)
+        return saves
 
     def build_publisher(
         self,

@@ -125,10 +125,19 @@ def test_a_bar_a_silence_and_a_deadline_are_failures(tmp_path: Path) -> None:
         assert not Path(f"/proc/{number}").exists(), "left running"
 
 
+def test_what_is_only_slow_does_not_keep_the_next_stage_from_running(tmp_path: Path) -> None:
+    slow, dies = SAYS % "false", SAYS % "true" + "; raise SystemExit(1)"
+    stages = [stage("1.a", slow, claims=True), stage("1.b", dies, claims=True), stage("1.c")]
+    outcomes = run_all(stages, HERE, tmp_path, print)
+    assert [one.state for one in outcomes] == ["SLOW", "FAILED"]
+    assert outcomes[0].why == "a bar was missed"
+    assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["meets"] is False
+
+
 def test_stand_ins_are_never_taken_for_a_measurement(tmp_path: Path) -> None:
     said: list[str] = []
     compares = stage("1.a", SAYS % "false", claims=True)
-    assert run_all([compares], HERE, tmp_path, print)[0].state == "FAILED"
+    assert run_all([compares], HERE, tmp_path, print)[0].state == "SLOW"
     assert run_all([compares, stage("1.b")], FAKE, tmp_path, said.append)[0].state == "ran"
     told = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert (told["fake"], told["meets"]) == (True, False)

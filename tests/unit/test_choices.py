@@ -83,3 +83,6 @@ def test_the_start_says_each_key_once_and_what_recomputing_costs() -> None:
     assert "1024 x 4096 = 4,194,304 tokens" in cost and "kv=keep" in cost
     for silent in ({"synchronizer.kv": "keep"}, {"synchronizer.max_staleness": 0}):
         assert "recompute" not in "".join(start_lines(filled(device="cuda", **silent)))
+    for mode, part in (("train", "trainer."), ("bench", "explorer.")):
+        rows = start_lines(filled(device="cuda", mode=mode))
+        assert rows and all(row.strip().startswith(part) for row in rows)

@@ -61,6 +61,7 @@ deaf.wait(), sibling.wait()
 
 def test_a_log_that_is_too_long_turns_over_and_its_writers_go_on(tmp_path: Path) -> None:
     path = tmp_path / "engine_0.log"
+    assert not logs.turn_over(path, limit=400), "nobody has written yet"
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(file, b"old " * 100)
     assert not logs.turn_over(path, limit=400)
