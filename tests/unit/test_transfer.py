@@ -42,7 +42,7 @@ def test_a_process_gives_half_a_gibibyte_at_most(layout: tuple[int, int, int]) -
     assert size == MOST or most_bytes(*layout, 2 * size) > BOUND, "no smaller than it must be"
 
 
-def test_what_the_numbers_count_is_what_links_and_checksums_make() -> None:
+def test_what_the_numbers_count_is_what_links_make() -> None:
     assert (SENT, SENT) == (links.BUFFERS, links.SLOTS)
     one = at_rank(1, MEBI).bytes({}), at_rank(2, MEBI).bytes({})
     assert one[1] - one[0] > SENT * MEBI
