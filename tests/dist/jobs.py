@@ -273,6 +273,13 @@ def sockets() -> tuple[int, int]:
         return met, _open_sockets()
 
 
+def socket_threads() -> int:
+    """Of gloo in this process."""
+    with mesh_of(MegatronConfig()):
+        names = [entry.read_text() for entry in Path("/proc/self/task").glob("*/comm")]
+        return sum(name.startswith("gloo_tcp_loop") for name in names)
+
+
 def late() -> str:
     """What a barrier says at this rank to which rank 1 does not come."""
     with mesh_of(MegatronConfig()) as mesh:

@@ -379,6 +379,12 @@ def test_sockets_of_the_ranks_are_a_star_and_no_mesh(ranks: Ranks) -> None:
     assert max(others) <= 4  # a tree
 
 
+def test_groups_of_one_rank_share_a_thread_for_their_sockets(ranks: Ranks) -> None:
+    """And the mesh's own has another: each wakes its rank a hundred times a second."""
+    [alone], pair = ranks.run("jobs:socket_threads", 1), ranks.run("jobs:socket_threads", 2)
+    assert alone <= 2 and max(pair) < 12, (alone, pair)
+
+
 def test_a_barrier_names_itself_and_who_is_late(ranks: Ranks) -> None:
     first, _, last = ranks.run("jobs:late", 3)
     assert first.startswith("barrier 'room' at rank 0") and "Ranks 1 failed" in first
