@@ -44,20 +44,18 @@ from rft.ground.names import Place
 P = ParamSpec("P")
 R = TypeVar("R")
 SHARED = "shared_gloo"  # as torch.distributed knows it
-_devices: list[Any] = []  # of groups of one rank, from the first one on
+_alone: list[Any] = []  # options of the first group of one rank: its device, for all others
 
 
 def _make_shared(
     store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> dist.ProcessGroupGloo:
     """A group of gloo's; one that connects to nobody, over the device of the first such."""
-    if size > 1 or not _devices:
-        made = dist.ProcessGroupGloo(store, rank, size, timeout)
-        _devices.extend(made.options._devices if size == 1 else ())
-        return made
-    options = dist.ProcessGroupGloo._Options()
-    options._devices, options._threads, options._timeout = _devices, 2 * len(_devices), timeout
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    if size == 1 and _alone:
+        return dist.ProcessGroupGloo(store, rank, size, _alone[0])
+    made = dist.ProcessGroupGloo(store, rank, size, timeout)
+    _alone.extend([made.options] if size == 1 else [])
+    return made
 
 
 dist.Backend.register_backend(SHARED, _make_shared, devices="cpu")
