@@ -54,7 +54,8 @@ def _make_shared(
     if size == 1 and _alone:
         return dist.ProcessGroupGloo(store, rank, size, _alone[0])
     made = dist.ProcessGroupGloo(store, rank, size, timeout)
-    _alone.extend([made.options] if size == 1 else [])
+    if size == 1:
+        _alone.append(made.options)
     return made
 
 
