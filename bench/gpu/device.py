@@ -216,7 +216,7 @@ def copier(checks: Checks) -> None:
         weights.mul_(5).add_(3)  # still under way as the copy is asked for
         wanted = weights.clone()
         copies.begin()
-        copies.copy(target, weights)
+        copies.copy([target], [weights])
         copies.fence()
         weights.mul_(7).add_(1)
         copies.finish()
@@ -292,7 +292,7 @@ def guard(checks: Checks) -> None:
             memory.share(memory.room(MEBI))
             copies = device.copier()
             copies.begin()
-            copies.copy(torch.empty(MEBI, dtype=torch.uint8), data)
+            copies.copy([torch.empty(MEBI, dtype=torch.uint8)], [data])
             copies.fence()
             copies.finish()
             settle(device.torch)

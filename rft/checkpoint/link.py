@@ -111,14 +111,19 @@ class Link:
         """For how long the agent has said nothing, or its disk not got on with one operation."""
         return max(self._quiet_s, self._stalled_for_s)
 
-    def begin(self, message: Begin) -> None:
+    def begin(self, message: Begin, window: Window | None = None) -> None:
+        """`window`: the first one, if it is there already: told with it, in one message."""
+        first = [] if window is None else [window]
         with self._lock:
             cause = BROKEN if self.state == "broken" else DEAF if self._outbox.is_full() else ""
             if not cause:
-                self._saves[message.id] = TrackedSave(message)
-                self._outbox.send(message)
+                windows = {one.start: one for one in first}
+                self._saves[message.id] = TrackedSave(message, windows)
+                self._outbox.send(message, *first)
         if cause:
             self._on_report(SaveFailed(id=message.id, step=message.step, cause=cause))
+            for one in first:
+                self._on_report(Freed(id=message.id, slot=one.slot))
 
     def window(self, message: Window) -> None:
         """Bytes of a save that has failed meanwhile are nobody's: their slot comes back at once."""
@@ -401,16 +406,16 @@ class SaveMessages:
     _begun: bool = False
 
     def window(self, message: Window) -> None:
-        self._begin()
-        self.link.window(message)
+        if self._begun:
+            self.link.window(message)
+        else:
+            self._begun = True
+            self.link.begin(self.begin, message)
         if message.last:
             self.staged(self.begin)
 
     def drop(self, identity: str, why: str) -> None:
-        self._begin()
-        self.link.drop(identity, why)
-
-    def _begin(self) -> None:
         if not self._begun:
             self._begun = True
             self.link.begin(self.begin)
+        self.link.drop(identity, why)

@@ -268,6 +268,7 @@ class Stager:
         self.current = StagedCopy()
         self.current.issued.set()
         self.current.done.set()
+        self._views: dict[tuple[int, int, int], tuple[list[Any], list[torch.Tensor]]] = {}
         self._saves: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         NamedThread(target=self._serve, name="checkpoint-copy", daemon=True).start()
 
@@ -359,8 +360,8 @@ class Stager:
                         f"no slot came back within {self.deadline_s:g} s, or the agent or its disk "
                         f"has hung for {self.slots.patience_s:g} s"
                     )
-                for position in inside:
-                    self._copy(slot, self.regions[position], tensors[position], start)
+                sources = [tensors[position] for position in inside]
+                self.copier.copy(self._places(slot, start, inside, sources), sources)
                 if last:
                     copying.issued.set()
                 self.copier.finish()
@@ -381,12 +382,31 @@ class Stager:
             copying.issued.set()
             copying.done.set()
 
-    def _copy(self, slot: Slot, region: Region, tensor: "torch.Tensor", start: int) -> None:
-        if tensor.nbytes != region.bytes:
-            raise ValueError(
-                f"{region.key} has {tensor.nbytes} bytes, {region.bytes} were planned at the start"
-            )
-        self.copier.copy(slot.bytes, tensor, region.at - start)
+    def _places(
+        self, slot: Slot, start: int, inside: list[int], sources: "list[torch.Tensor]"
+    ) -> "list[torch.Tensor]":
+        """Views of a slot, made once: the computing thread waits for what is done here for each
+        tensor, which needs the interpreter's lock.
+        """
+        key = (slot.number, start, len(inside))
+        kinds = [(source.dtype, source.nbytes) for source in sources]
+        known, views = self._views.get(key, ([], []))
+        if kinds != known:
+            views = [
+                _view(slot, self.regions[position], source, start)
+                for position, source in zip(inside, sources, strict=True)
+            ]
+            self._views[key] = kinds, views
+        return views
+
+
+def _view(slot: Slot, region: Region, tensor: "torch.Tensor", start: int) -> "torch.Tensor":
+    if tensor.nbytes != region.bytes:
+        raise ValueError(
+            f"{region.key} has {tensor.nbytes} bytes, {region.bytes} were planned at the start"
+        )
+    place = slot.bytes[region.at - start :][: region.bytes]
+    return place.view(tensor.dtype).view(tensor.shape)
 
 
 class StagingTuner:

@@ -52,6 +52,15 @@ class Wire:
                 return False
         return True
 
+    def send_some(self, data: bytes) -> bytes:
+        """What the other end does not take at once."""
+        try:
+            return data[self.end.send(data, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            return data
+        except OSError:  # nobody is there any more
+            return b""
+
     def receive(self) -> Any:
         """The next message; None at the end of the stream, also
         if it breaks off inside a message.
@@ -67,28 +76,37 @@ class Wire:
 
 
 class Outbox:
-    """Sends in a thread of its own: who hands a message over never waits for the other end, however
-    long that is stopped.
+    """Who hands a message over never waits for the other end, however long that is stopped: what it
+    does not take at once is sent by a thread. Each turn of that thread takes the interpreter's lock
+    from whoever computes, so an agent that listens needs none.
     """
 
     def __init__(self, wire: Wire):
         self._wire = wire
+        self._lock = threading.Lock()
+        self._left = 0  # messages that the thread has not sent
         self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         NamedThread(target=self._run, name="checkpoint-outbox", daemon=True).start()
 
-    def send(self, message: Request) -> None:
-        self._waiting.put(self._wire.encode(message))
+    def send(self, *sent: Request) -> None:
+        data = b"".join(map(self._wire.encode, sent))
+        with self._lock:
+            rest = data if self._left else self._wire.send_some(data)
+            if rest:
+                self._left += 1
+                self._waiting.put(rest)
 
     def is_full(self) -> bool:
         """Begin nothing more: nothing is being taken.
 
         What belongs to something begun is small, and still accepted.
         """
-        return self._waiting.qsize() >= BACKLOG
+        return self._left >= BACKLOG
 
     def close(self) -> None:
         self._waiting.put(None)
 
     def _run(self) -> None:
         while (data := self._waiting.get()) is not None and self._wire.send_encoded(data):
-            pass
+            with self._lock:
+                self._left -= 1

@@ -8,7 +8,6 @@ Invariant (`tests/gpu_model/stream_order.py` models it): between any two uses of
 one of which writes or frees it, there is a stream, an event or a wait of the host that orders them.
 """
 
-import ctypes
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -92,10 +91,10 @@ class Copier(Protocol):
         computed until now, and nothing later.
         """
 
-    def copy(self, target: "torch.Tensor", source: "torch.Tensor", at: int = 0) -> None:
-        """`target`: contiguous bytes on the host; those of `source` go there from byte `at` on.
+    def copy(self, targets: "list[torch.Tensor]", sources: "list[torch.Tensor]") -> None:
+        """`targets`: on the host, of the dtypes and shapes of `sources`.
 
-        May return before the copy is done.
+        May return before the copies are done.
         """
 
     def fence(self) -> None:
@@ -109,9 +108,8 @@ class Copier(Protocol):
 
 
 class HostCopier:
-    """Tensors in host memory: plain memory copies, without the interpreter's lock.
-
-    They are never taken by reference.
+    """Tensors in host memory, in one call that is made without the interpreter's lock: for each
+    turn at it the computing thread would wait, before whatever it does next.
     """
 
     @property
@@ -122,14 +120,12 @@ class HostCopier:
 
     def begin(self) -> None: ...
 
-    def copy(self, target: "torch.Tensor", source: "torch.Tensor", at: int = 0) -> None:
-        """Hardly anything is done under the lock, for which the computing thread would wait before
-        each of its operations.
-        """
-        if not source.is_contiguous() or source.device.type != "cpu":
-            source = source.detach().contiguous().cpu()
-        assert 0 <= at <= target.nbytes - source.nbytes
-        ctypes.memmove(target.data_ptr() + at, source.data_ptr(), source.nbytes)
+    def copy(self, targets: "list[torch.Tensor]", sources: "list[torch.Tensor]") -> None:
+        import torch
+
+        if sources:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
 
     def fence(self) -> None: ...
 
@@ -154,14 +150,14 @@ class CudaCopier:
 
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def copy(self, target: "torch.Tensor", source: "torch.Tensor", at: int = 0) -> None:
+    def copy(self, targets: "list[torch.Tensor]", sources: "list[torch.Tensor]") -> None:
         import torch
 
-        with torch.cuda.stream(self._stream):
-            flat = source.detach().contiguous()
-            flat.record_stream(self._stream) if flat.is_cuda else None
-            place = target[at : at + flat.nbytes]
-            place.copy_(flat.reshape(-1).view(torch.uint8), non_blocking=True)
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            for target, source in zip(targets, sources, strict=True):
+                flat = source.contiguous()
+                flat.record_stream(self._stream) if flat.is_cuda else None
+                target.copy_(flat, non_blocking=True)
         self._done.record(self._stream)
 
     def fence(self) -> None:

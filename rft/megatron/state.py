@@ -44,9 +44,7 @@ class RankTensors:
         self._model = model
         self._places: list[int] = []
         self._pieces: list[Piece] = []
-        self._weights: list[torch.Tensor] = []
-        self._moments: list[torch.Tensor] = []
-        self._frozen: list[torch.Tensor] = []
+        self._weights, self._moments, self._frozen = Samples([]), Samples([]), Samples([])
 
     def pieces(self) -> list[Piece]:
         """Tensors by reference, which are as they are until the next update."""
@@ -62,8 +60,8 @@ class RankTensors:
         are written.
         """
         self._look()
-        frozen = {"frozen weights": _digest(self._frozen)} if self._frozen else {}
-        return {"weights": _digest(self._weights), "moments": _digest(self._moments)} | frozen
+        found = {"weights": self._weights.digest(), "moments": self._moments.digest()}
+        return found | ({"frozen weights": self._frozen.digest()} if self._frozen.views else {})
 
     @functools.cached_property
     def _buffers(self) -> list[tuple[torch.nn.Module, str]]:
@@ -80,14 +78,13 @@ class RankTensors:
         self._places = places
         self._pieces = pieces(self._shards, self._optimizer)
         kept = [
-            (shard.parameter.requires_grad, _sampled(_cut(shard.parameter.detach(), segment)))
+            (shard.parameter.requires_grad, _cut(shard.parameter.detach(), segment))
             for shard in _kept(self._shards)
             for segment in shard.segments
         ]
-        self._weights = [one for is_trained, one in kept if is_trained]
-        self._weights += [_sampled(buffer) for buffer in buffers]
-        self._frozen = [one for is_trained, one in kept if not is_trained]
-        self._moments = [_sampled(tensor) for tensor in moments]
+        self._weights = Samples([one for is_trained, one in kept if is_trained] + buffers)
+        self._frozen = Samples([one for is_trained, one in kept if not is_trained])
+        self._moments = Samples(moments)
 
 
 def _saved_buffers(model: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str]]:
@@ -100,12 +97,27 @@ def _saved_buffers(model: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.
                 yield part.get_submodule(owner), last
 
 
-def _digest(samples: list[torch.Tensor]) -> int:
-    if not samples:
-        return 0
-    sums = torch.stack([one.sum(dtype=torch.int64) for one in samples])
-    found = sums.tolist()  # one wait for the device
-    return sum((2 * at + 1) * one for at, one in enumerate(found)) % 2**62
+class Samples:
+    """The bits of some elements of each tensor, looked at in few calls: `views`, and room for what
+    they show, a row each.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self.views = [_sampled(tensor) for tensor in tensors]
+        if self.views:
+            size = len(self.views), SAMPLED
+            self._rows = torch.zeros(size, dtype=torch.int64, device=self.views[0].device)
+            self._places = [
+                row[: view.numel()].view(view.shape)
+                for row, view in zip(self._rows, self.views, strict=True)
+            ]
+
+    def digest(self) -> int:
+        if not self.views:
+            return 0
+        torch._foreach_copy_(self._places, self.views)
+        found = self._rows.sum(1).tolist()  # one wait for the device
+        return sum((2 * at + 1) * one for at, one in enumerate(found)) % 2**62
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:

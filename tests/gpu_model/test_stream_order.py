@@ -206,12 +206,12 @@ def saved(model: Model, fenced: bool, finished: bool) -> list[str]:
     def compute() -> None:
         weights = torch.ones(1024, device=TRAINER)
         copier = streams.CudaCopier(TRAINER)
-        target = torch.zeros(weights.nbytes, dtype=torch.uint8)
-        torch.cuda.cudart().cudaHostRegister(target.data_ptr(), len(target), 0)
+        target = torch.zeros(1024)
+        torch.cuda.cudart().cudaHostRegister(target.data_ptr(), target.nbytes, 0)
         for _ in range(3):
             weights.add_(1)
             copier.begin()
-            copier.copy(target, weights)
+            copier.copy([target], [weights])
             if fenced:
                 copier.fence()
             weights.add_(1)

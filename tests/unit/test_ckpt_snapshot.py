@@ -118,10 +118,14 @@ def test_the_mutator_tears_a_snapshot_that_nobody_protects(
 
 
 def test_a_copy_goes_where_it_belongs_and_no_further() -> None:
-    target = torch.zeros(32, dtype=torch.uint8)
+    bytes_there = torch.zeros(36, dtype=torch.uint8)
     strided = torch.arange(8, dtype=torch.int16).view(2, 4).T
-    copier = HostCopier()
-    copier.copy(target, strided, 12)
-    assert target.tolist() == [0] * 12 + [0, 0, 4, 0, 1, 0, 5, 0, 2, 0, 6, 0, 3, 0, 7, 0] + [0] * 4
-    with pytest.raises(AssertionError):
-        copier.copy(target, strided, 17)
+    learned = torch.nn.Parameter(torch.tensor(1.0))
+    targets = [
+        bytes_there[12:28].view(torch.int16).view(4, 2),
+        bytes_there[28:32].view(torch.float)[0],
+    ]
+    HostCopier().copy(targets, [strided, learned])
+    copied = [0, 0, 4, 0, 1, 0, 5, 0, 2, 0, 6, 0, 3, 0, 7, 0, 0, 0, 128, 63]
+    assert bytes_there.tolist() == [0] * 12 + copied + [0] * 4
+    assert not bytes_there.requires_grad
