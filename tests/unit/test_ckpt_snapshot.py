@@ -11,7 +11,7 @@ from states import State, managed, trainer_config
 
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.reader import Checkpoint
-from rft.ground.streams import HostCopier
+from rft.ground.streams import LARGE, HostCopier
 
 FEW, ALL = 60, 1000
 
@@ -117,15 +117,18 @@ def test_the_mutator_tears_a_snapshot_that_nobody_protects(
     assert torn(memory_path / "c", 10, staging="lazy") > 0
 
 
-def test_a_copy_goes_where_it_belongs_and_no_further() -> None:
-    bytes_there = torch.zeros(36, dtype=torch.uint8)
+def test_copies_go_where_they_belong_and_no_further() -> None:
     strided = torch.arange(8, dtype=torch.int16).view(2, 4).T
     learned = torch.nn.Parameter(torch.tensor(1.0))
+    large = torch.arange(LARGE, dtype=torch.uint8)
+    memory = torch.zeros(36 + LARGE + 4, dtype=torch.uint8)
     targets = [
-        bytes_there[12:28].view(torch.int16).view(4, 2),
-        bytes_there[28:32].view(torch.float)[0],
+        memory[36:-4],
+        memory[12:28].view(torch.int16).view(4, 2),
+        memory[28:32].view(torch.float)[0],
     ]
-    HostCopier().copy(targets, [strided, learned])
+    HostCopier().copy(targets, [large, strided, learned])
     copied = [0, 0, 4, 0, 1, 0, 5, 0, 2, 0, 6, 0, 3, 0, 7, 0, 0, 0, 128, 63]
-    assert bytes_there.tolist() == [0] * 12 + copied + [0] * 4
-    assert not bytes_there.requires_grad
+    assert memory[:36].tolist() == [0] * 12 + copied + [0] * 4
+    assert torch.equal(memory[36:-4], large) and memory[-4:].tolist() == [0] * 4
+    assert not memory.requires_grad
