@@ -53,7 +53,7 @@ class Wire:
         return True
 
     def send_some(self, data: bytes) -> bytes:
-        """What the other end does not take at once."""
+        """What the other end does not take at once. Nobody else may be sending."""
         try:
             return data[self.end.send(data, socket.MSG_DONTWAIT) :]
         except BlockingIOError:
