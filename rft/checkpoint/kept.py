@@ -128,10 +128,8 @@ class KeptStates:
                 chunks=receipt.chunks,
             ),
         )
-        link.begin(begin)
-        link.window(
-            Window(id=receipt.id, slot=inherited.kept.slot, start=0, stop=receipt.bytes, last=True)
-        )
+        slot = inherited.kept.slot
+        link.begin(begin, Window(id=receipt.id, slot=slot, start=0, stop=receipt.bytes, last=True))
         self.staged(begin)
 
     def kept(self, regions: list[Region], layout: str) -> Kept | None:

@@ -111,19 +111,18 @@ class Link:
         """For how long the agent has said nothing, or its disk not got on with one operation."""
         return max(self._quiet_s, self._stalled_for_s)
 
-    def begin(self, message: Begin, window: Window | None = None) -> None:
-        """`window`: the first one, if it is there already: told with it, in one message."""
-        first = [] if window is None else [window]
+    def begin(self, message: Begin, *windows: Window) -> None:
+        """`windows`: those that are there already, told with it."""
         with self._lock:
             cause = BROKEN if self.state == "broken" else DEAF if self._outbox.is_full() else ""
             if not cause:
-                windows = {one.start: one for one in first}
-                self._saves[message.id] = TrackedSave(message, windows)
-                self._outbox.send(message, *first)
+                by_start = {window.start: window for window in windows}
+                self._saves[message.id] = TrackedSave(message, by_start)
+                self._outbox.send(message, *windows)
         if cause:
             self._on_report(SaveFailed(id=message.id, step=message.step, cause=cause))
-            for one in first:
-                self._on_report(Freed(id=message.id, slot=one.slot))
+            for window in windows:
+                self._on_report(Freed(id=message.id, slot=window.slot))
 
     def window(self, message: Window) -> None:
         """Bytes of a save that has failed meanwhile are nobody's: their slot comes back at once."""

@@ -127,15 +127,16 @@ class HostCopier:
     def copy(self, targets: "list[torch.Tensor]", sources: "list[torch.Tensor]") -> None:
         import torch
 
-        small = []
+        places, small = [], []
         for target, source in zip(targets, sources, strict=True):
             if source.nbytes < LARGE or not source.is_contiguous():
-                small.append((target, source))
+                places.append(target)
+                small.append(source)
             else:
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         if small:
             with torch.no_grad():
-                torch._foreach_copy_(*map(list, zip(*small, strict=True)))
+                torch._foreach_copy_(places, small)
 
     def fence(self) -> None: ...
 

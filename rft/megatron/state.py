@@ -99,7 +99,7 @@ def _saved_buffers(model: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.
 
 class Samples:
     """The bits of some elements of each tensor, looked at in few calls: `views`, and room for what
-    they show, a row each.
+    they show, a row of 8 KiB each on their device.
     """
 
     def __init__(self, tensors: list[torch.Tensor]):
