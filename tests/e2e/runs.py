@@ -105,11 +105,14 @@ class Run:
         """
         passed_over: list[str | None] = []
         while True:
-            line = (
-                self._passed_over.popleft()
-                if self._passed_over
-                else self._unread.get(timeout=timeout)
-            )
+            try:
+                line = (
+                    self._passed_over.popleft()
+                    if self._passed_over
+                    else self._unread.get(timeout=timeout)
+                )
+            except queue.Empty:
+                raise AssertionError(f"{timeout} s without {pattern!r}: {self.lines}") from None
             assert line is not None, f"ended without {pattern!r}: {self.lines}\n{self.errors()}"
             if found := re.search(pattern, line):
                 self._passed_over.extendleft(reversed(passed_over))
