@@ -56,13 +56,10 @@ class Monitor:
         self._each(lambda sink: sink.histograms(values, step))
 
     def close(self) -> None:
-        """The console last: it says what was left out."""
-        self._each(lambda sink: sink.close(), reversed(self.sinks))
+        self._each(lambda sink: sink.close())
 
-    def _each(
-        self, work: Callable[[MetricSink], None], sinks: Iterable[MetricSink] | None = None
-    ) -> None:
-        for sink in self.sinks if sinks is None else sinks:
+    def _each(self, work: Callable[[MetricSink], None]) -> None:
+        for sink in self.sinks:
             try:
                 work(sink)
             except Exception as error:  # of whatever service: records are not the run
@@ -236,8 +233,10 @@ def build(
     _refuse_unknown(config.monitor_args, service)
     # first: it may be refused, and then nothing else has been touched
     sink = service(job_dir, project, name, resume_step, **config.monitor_args)
+    files = RunFiles(job_dir, resume_step)
     console = Console(name, total_steps, max(resume_step, 0), stream)
-    return Monitor([console, sink, RunFiles(job_dir, resume_step)], config.other_names)
+    # in this order: what is told is on record, and the last line says what was left out
+    return Monitor([files, sink, console], config.other_names)
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:

@@ -418,6 +418,21 @@ def test_the_console_and_the_files_are_always_on(tmp_path: Path) -> None:
     assert lines(tmp_path / "samples.jsonl") == [{"step": 1, "table": "rollouts", "a": 1}]
 
 
+def test_a_step_that_the_console_tells_is_on_record(tmp_path: Path) -> None:
+    """A process may be killed behind any line, and its successor asks what was reached."""
+    recorded: list[int] = []
+
+    class Watched(io.StringIO):
+        def write(self, text: str) -> int:
+            if "1/10" in text:
+                recorded.append(run_record.RunRecord(tmp_path).last_step)
+            return super().write(text)
+
+    with sinks.build(NO_SERVICE, tmp_path, "p", "run", 10, 0, Watched()) as monitor:
+        monitor.log({"loss": 0.5, "time/step_s": 1.0}, 1)
+    assert recorded == [1]
+
+
 def test_an_unknown_monitor_type_names_the_nearest_and_touches_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="monitor_type=tensorbord: did you mean 'tensorboard'"):
