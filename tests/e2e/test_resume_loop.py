@@ -30,6 +30,7 @@ STEPS = 7
 SAVE_INTERVAL = 4
 MEMORY_INTERVAL = 6  # and the first state of each start
 GATED = 2  # policy version whose groups stop half-way when the rank is killed for the first time
+LOST = SAVE_INTERVAL - 1  # step behind which the explorer is killed
 DIES_ALONE_S = 5.0  # time for the rest of a run to end when its supervisor was killed
 
 pytestmark = pytest.mark.timeout(600)
@@ -69,6 +70,14 @@ def test_the_reference_learns_something(reference: Path) -> None:
     ]
 
 
+def gate(root: Path, version: int) -> None:
+    """The run goes on to step `version` and waits there. The file is put there whole: it is read
+    all the time.
+    """
+    (root / "next").write_text(str(version))
+    (root / "next").replace(root / "gate")
+
+
 def check_alive(processes: list[psutil.Process]) -> None:
     assert all(
         process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
@@ -78,13 +87,15 @@ def check_alive(processes: list[psutil.Process]) -> None:
 def test_killed_and_continued_it_is_the_same_run(
     root: Path, reference: Path, settings: list[str]
 ) -> None:
-    """All parts die, each once, the buffer twice: those that come back in place do."""
+    """All parts die, each once, the buffer twice: those that come back in place do. The run waits
+    where the next one is to die, and goes on while it comes back.
+    """
     save, budget = f"trainer.save_interval={SAVE_INTERVAL}", "cluster.max_restarts=4"
     memory = f"trainer.memory_interval={MEMORY_INTERVAL}"
     more = [save, memory, budget, "trainer.spares=true", *settings]
     arguments = deterministic(root, "killed", root / "assets", *more)
     job = root / "rft" / "killed"
-    (root / "gate").write_text(str(GATED))
+    gate(root, GATED)
     with train(*arguments) as run:
         run.wait_step(1)
         assert lose_actor(run, "ExperienceBuffer").startswith("buffer: its process died")
@@ -96,22 +107,23 @@ def test_killed_and_continued_it_is_the_same_run(
         spare = await_process(run, "rft.run.spare")
         killed = kill_rank(run)
         run.wait_for(r"^\[ *1/")
-        # they must not go on with what they had: the engine serves an older version now; and the
-        # run is not to end before it is killed
-        (root / "gate").write_text(str(SAVE_INTERVAL + 1))
+        # they must not go on with what they had: the engine serves an older version now
+        gate(root, LOST)
         check_alive(survivors)
 
         survivors = [run.find("ray::Explorer"), run.find("rft.run.rank ")]
         assert survivors[1] == spare
         run.find("VLLM::EngineCore").kill()
-        run.wait_for(r"^engine_0: .*; started again \(1 of 3\)$")
-        run.wait_for("^engine_0: serves$")
+        run.wait_for(r"^engine_0: .*; started again \(1 of 3\)$", keep=True)
+        run.wait_for("^engine_0: serves$", keep=True)
         check_alive(survivors)
 
-        run.wait_step(SAVE_INTERVAL - 1)
+        run.wait_step(LOST)
+        gate(root, SAVE_INTERVAL)
         assert lose_actor(run, "Explorer").startswith("explorer: ")
 
         run.wait_step(SAVE_INTERVAL)
+        gate(root, SAVE_INTERVAL + 1)
         assert "(2 of 4 within an hour)" in lose_actor(run, "ExperienceBuffer")
 
         run.wait_step(SAVE_INTERVAL + 1)
@@ -119,7 +131,7 @@ def test_killed_and_continued_it_is_the_same_run(
         run.process.wait()
         run.await_extinction(DIES_ALONE_S)
     assert checkpoints(job) == [SAVE_INTERVAL]
-    (root / "gate").write_text(str(SAVE_INTERVAL + 2))
+    gate(root, SAVE_INTERVAL + 2)
     with train(*arguments) as run:
         run.wait_step(SAVE_INTERVAL + 1)
         assert lose_actor(run, "Synchronizer").startswith("synchronizer: ")

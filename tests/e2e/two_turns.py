@@ -32,9 +32,16 @@ async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
 
 async def passed(gate: Path, version: int) -> None:
     """The explorer's `max_timeout` ends a wait that lasts too long."""
-    while gate.exists() and int(gate.read_text()) == version:
+    while held(gate) == str(version):
         gate.with_suffix(".reached").touch()
         await asyncio.sleep(0.02)
+
+
+def held(gate: Path) -> str:
+    try:
+        return gate.read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def joined(first: Completion, second: Completion) -> Completion:
