@@ -30,6 +30,7 @@ def train(root: Path, member: Member, epoch: int, parts: float, is_apart: bool) 
         manager.before_update()
     if is_apart:
         until(lambda: manager.metrics()["checkpoint/replicated"] == 3, "two nodes have it")
+    manager._stager.await_done()  # its agent has been told of the last one
     member.barrier("all is staged")
 
 
