@@ -16,7 +16,6 @@ An agent rests no longer than somebody lives who may start ranks again, and `dea
 
 import contextlib
 import logging
-import mmap
 import os
 import select
 import signal
@@ -30,14 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from rft.checkpoint import fence
 from rft.checkpoint.left import LeftChunks, Lying
 from rft.checkpoint.parts import ChosenState, choose, newest_offered
 from rft.checkpoint.peers import Offer, RunKey, Whole, digest_of, remembered
 from rft.checkpoint.records import CHUNK, CheckpointSettings, Receipt
-from rft.checkpoint.remote import RemoteAgent, RemoteFile, Sources
+from rft.checkpoint.remote import HeldFile, RemoteAgent, Sources
 from rft.checkpoint.replicas import Replicas
 from rft.ground.process import frame, one_message, socket_address
 
@@ -46,6 +44,7 @@ LOOK_S = 0.1  # between looks whether anybody may still come; nothing tells when
 UNOWNED_S = 2.0  # from the end of who starts ranks to that of who rests for them
 ANSWER_S = 5.0  # of either end of a socket, and for an agent that was told to end
 LOOKED, ENDED = b"look", b"end"  # what a rank asks
+AT_ONCE = 2**20  # bytes of a slot, hashed while the processor's cache has them
 MOST_BYTES = 2**30  # of an answer: regions of a rank's part
 SLOTS = 64  # descriptors of one agent, at most
 
@@ -275,7 +274,9 @@ class Memory:
         own_first = sorted(self._kept(chosen), key=lambda one: not one[2])
         for agent, state, _ in own_first:
             receipt = state.receipt
-            file = KeptFile(agent.path.name, receipt, agent.slots[state.slot])
+            where = f"memory of {agent.path.name}"
+            fetch = partial(_read_slot, agent.slots[state.slot])
+            file = HeldFile(receipt, where, fetch, AT_ONCE)
             found.setdefault(receipt.rank, Sources(receipt)).add(lambda file=file: file)
         here = {agent.answer.at for agent in self.agents}
         for rank, places in enumerate(chosen.at if run is not None else []):
@@ -301,9 +302,7 @@ class Memory:
                 if one.id == chosen.id and digest_of(one) == chosen.receipts[one.rank]:
                     yield agent, state, state.slot < agent.answer.own
 
-    def _file(
-        self, at: tuple[str, int], run: RunKey, chosen: ChosenState, rank: int
-    ) -> "RemoteFile":
+    def _file(self, at: tuple[str, int], run: RunKey, chosen: ChosenState, rank: int) -> HeldFile:
         if at not in self.others:
             agent = RemoteAgent.asked(at, run)
             if agent is None:
@@ -312,7 +311,8 @@ class Memory:
         for receipt in self.others[at].receipts:
             is_it = receipt.id == chosen.id and receipt.rank == rank
             if is_it and digest_of(receipt) == chosen.receipts[rank]:
-                return RemoteFile(self.others[at], receipt)
+                where = f"the agent at {at[0]}:{at[1]}"
+                return HeldFile(receipt, where, partial(self.others[at].fetch, receipt), CHUNK)
         raise OSError(f"{at[0]}:{at[1]} does not hold the part of rank {rank} any more")
 
     def inherited(self, identity: str, rank: int) -> Inherited | None:
@@ -356,30 +356,11 @@ class Memory:
         self.others.clear()
 
 
-class KeptFile:
-    """One rank's part in a slot: `reader.RankBytes`, without a copy."""
-
-    def __init__(self, name: str, receipt: Receipt, descriptor: int):
-        self.name, self.bytes = name, receipt.bytes
-        self._receipt = receipt
-        self._descriptor, self._size = descriptor, os.fstat(descriptor).st_size
-        self._view: memoryview | None = None
-        self._sound: set[int] = set()  # chunks that were compared with their hash
-
-    def read(self, start: int, count: int) -> memoryview:
-        """Raises Damaged."""
-        from rft.checkpoint.reader import Damaged  # with numpy, which an agent has no use for
-
-        if self._view is None:
-            # not all of it may be asked for, and its pages come sixteen at a time
-            self._view = memoryview(mmap.mmap(self._descriptor, self._size, prot=mmap.PROT_READ))
-        for number in range(start // CHUNK, -(-(start + count) // CHUNK)):
-            if number not in self._sound:
-                part = self._view[number * CHUNK : min((number + 1) * CHUNK, self.bytes)]
-                if xxhash.xxh3_128_hexdigest(part) != self._receipt.chunks[number]:
-                    raise Damaged(f"memory of {self.name}: chunk {number} was changed", self.name)
-                self._sound.add(number)
-        return self._view[start : start + count]
+def _read_slot(descriptor: int, start: int, places: list[memoryview]) -> None:
+    """Without a map of it, which would cost a page fault for every 64 KiB. What is not there stays
+    as it was, and is no such chunk.
+    """
+    os.preadv(descriptor, places, start)
 
 
 class Head(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from rft.checkpoint.records import (
     Patch,
     Receipt,
     Region,
+    by_chunk,
     decode_json,
     of_chunks,
     sha256,
@@ -53,6 +54,7 @@ CRITIC = "critic."  # keys of a critic's tensors begin so
 SHOWN = 8  # tensors named in one message
 AGAIN_S = 0.5  # between two tries of what has failed
 PART, BASE_PART = 8, 64  # of a save, and of each that it is a patch of
+Range = tuple[int, memoryview]  # a byte of a file, and the place of those from it on
 Found = TypeVar("Found")
 # of a digest, a length, and what reads and verifies that chunk: the chunk, verified
 Take = Callable[[str, int, Callable[[], Content]], Content]
@@ -174,9 +176,15 @@ class RankFile:
         self._starts: list[int] = []  # of frames
         self._memory = bytearray()  # of a patched chunk, until the next
 
-    def read(self, start: int, count: int) -> bytearray:
+    def read(self, start: int, count: int) -> bytearray | memoryview:
         """Raises Damaged, naming the file and the chunk, or StorageUnreachable."""
         return of_chunks(self.chunk, start, count)
+
+    def fill(self, ranges: list[Range]) -> None:
+        """By chunks: the processor's cache still has what was just compared with its hash."""
+        for start, place in ranges:
+            for at, end in by_chunk(start, start + len(place)):
+                place[at - start : end - start] = self.read(at, end - at)
 
     def open(self) -> None:
         """All that it is made of: it stays readable when retention takes its directory away."""
@@ -361,7 +369,10 @@ class RankBytes(Protocol):
 
     bytes: int
 
-    def read(self, start: int, count: int) -> bytearray | memoryview: ...
+    def read(self, start: int, count: int) -> bytearray | memoryview:
+        """Good until something else is read."""
+
+    def fill(self, ranges: list[Range]) -> None: ...
 
 
 class Pieces:
@@ -411,26 +422,38 @@ class Pieces:
                 "with, or another name"
             )
 
-    def elements(self, claim: Claim, out: np.ndarray | None = None) -> np.ndarray:
-        """The claimed elements, flat, as unsigned integers of the dtype's width; in `out`, where
-        that is given.
+    def elements(self, claim: Claim) -> np.ndarray:
+        """The claimed elements, flat, as unsigned integers of the dtype's width.
 
         Raises Damaged or StorageUnreachable.
         """
         width = ITEM_BYTES[claim.dtype]
-        out = np.empty(claim.bytes // width, dtype=f"<u{width}") if out is None else out
-        filled = 0
-        for file, region in self._pieces_of(claim.key):
-            if (region.offset, region.shape) == (claim.offset, claim.shape):
-                filled += _copy_range(file, region, claim, out)
-                continue
-            for target in boxes(claim):
-                view = out[target.start : target.start + prod(target.shape)].reshape(target.shape)
-                for source in boxes(region):
-                    filled += _copy(file, region, source, target, view)
-        if filled != len(out):
-            raise Damaged(f"{self.where}: {filled} of {len(out)} elements of {claim.key} are there")
+        out = np.empty(claim.bytes // width, dtype=f"<u{width}")
+        self.fill([(claim, out)])
         return out
+
+    def fill(self, wanted: list[tuple[Claim, np.ndarray]]) -> None:
+        """The same of many, each into its array; a file is asked once for all that is one range of
+        it.
+        """
+        ranges: dict[int, tuple[RankBytes, list[Range]]] = {}
+        for claim, out in wanted:
+            filled = 0
+            for file, region in self._pieces_of(claim.key):
+                if (region.offset, region.shape) == (claim.offset, claim.shape):
+                    if (found := _range(region, claim, out)) is not None:
+                        ranges.setdefault(id(file), (file, []))[1].append(found)
+                        filled += len(found[1]) // out.itemsize
+                    continue
+                for target in boxes(claim):
+                    view = out[target.start :][: prod(target.shape)].reshape(target.shape)
+                    for source in boxes(region):
+                        filled += _copy(file, region, source, target, view)
+            if filled != len(out):
+                words = f"{filled} of {len(out)} elements of {claim.key} are there"
+                raise Damaged(f"{self.where}: {words}")
+        for file, listed in ranges.values():
+            file.fill(listed)
 
     def _pieces_of(self, key: str) -> list[tuple[RankFile, Region]]:
         """That they hold every element once is looked at where they are first used: to do so for
@@ -526,17 +549,17 @@ class Checkpoint(Pieces):
         self._bases.close()
 
 
-def _copy_range(file: RankBytes, region: Region, claim: Claim, out: np.ndarray) -> int:
-    """`_copy` of two ranges of one box, one piece of memory: as where the layout is the same."""
+def _range(region: Region, claim: Claim, out: np.ndarray) -> Range | None:
+    """What two ranges of one box have in common, one piece of memory: as where the layout is the
+    same.
+    """
     start, stop = claim.flat or (0, prod(claim.shape))
     first, last = region.flat or (0, prod(region.shape))
     low, high = max(start, first), min(stop, last)
     if low >= high:
-        return 0
-    width = ITEM_BYTES[region.dtype]
-    data = file.read(region.at + (low - first) * width, (high - low) * width)
-    out[low - start : high - start] = np.frombuffer(data, dtype=f"<u{width}")
-    return high - low
+        return None
+    place = memoryview(out[low - start : high - start].view(np.uint8))
+    return region.at + (low - first) * ITEM_BYTES[region.dtype], place
 
 
 def _copy(file: RankBytes, region: Region, source: Box, target: Box, view: np.ndarray) -> int:
@@ -552,11 +575,6 @@ def _copy(file: RankBytes, region: Region, source: Box, target: Box, view: np.nd
     width = ITEM_BYTES[region.dtype]
     row = prod(source.shape[1:])
     first = low[0] - source.offset[0] if low else 0
-    rows = shape[0] if shape else 1
-    data = file.read(region.at + (source.start + first * row) * width, rows * row * width)
-    values = np.frombuffer(data, dtype=f"<u{width}").reshape(
-        (rows, *source.shape[1:]) if shape else ()
-    )
     inner = tuple(
         slice(a - b, a - b + n)
         for a, b, n in zip(low[1:], source.offset[1:], shape[1:], strict=True)
@@ -564,7 +582,15 @@ def _copy(file: RankBytes, region: Region, source: Box, target: Box, view: np.nd
     place = tuple(
         slice(a - b, a - b + n) for a, b, n in zip(low, target.offset, shape, strict=True)
     )
-    view[place] = values[(slice(None), *inner)] if shape else values
+    found = view[place] if shape else view.reshape(1)
+    rows = shape[0] if shape else 1
+    at_once = max(1, CHUNK // (row * width))
+    for begin in range(0, rows, at_once):
+        end = min(rows, begin + at_once)
+        start = region.at + (source.start + (first + begin) * row) * width
+        data = file.read(start, (end - begin) * row * width)
+        values = np.frombuffer(data, dtype=f"<u{width}").reshape(end - begin, *source.shape[1:])
+        found[begin:end] = values[(slice(None), *inner)]
     return prod(shape)
 
 

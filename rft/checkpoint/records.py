@@ -8,7 +8,7 @@ manifest to itself by `seal`; whoever changes a bit is found out.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -368,15 +368,26 @@ def decode_json(data: bytes, kind: type[Record]) -> Record:
 
 def of_chunks(
     chunk: Callable[[int], bytes | bytearray | memoryview], start: int, count: int
-) -> bytearray:
-    """Bytes of a file that is read by whole chunks, each asked for by its number."""
-    out, at = bytearray(count), start
-    while at < start + count:
-        number = at // CHUNK
-        inside = memoryview(chunk(number))[at - number * CHUNK : start + count - number * CHUNK]
-        out[at - start : at - start + len(inside)] = inside
-        at += len(inside)
+) -> bytearray | memoryview:
+    """Bytes of a file that is read by whole chunks, each asked for by its number; of one chunk
+    without a copy.
+    """
+    ranges = list(by_chunk(start, start + count))
+    out = bytearray(count if len(ranges) > 1 else 0)
+    for begin, end in ranges:
+        inside = memoryview(chunk(begin // CHUNK))[begin % CHUNK :][: end - begin]
+        if len(ranges) == 1:
+            return inside
+        out[begin - start : end - start] = inside
     return out
+
+
+def by_chunk(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The same bytes as ranges that each lie in one chunk."""
+    while start < stop:
+        end = min(stop, (start // CHUNK + 1) * CHUNK)
+        yield start, end
+        start = end
 
 
 def sha256(data: bytes) -> str:

@@ -46,6 +46,9 @@ from rft.ground.names import ITEM_BYTES
 from rft.ground.protocols import Piece, Snapshotable
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
     from rft.ground.protocols import Collective
 
 log = logging.getLogger(__name__)
@@ -493,24 +496,34 @@ def _read_pieces(stored: Pieces, policy: Snapshotable) -> int:
     pieces = policy.snapshot().pieces
     claims = [claim_of(piece) for piece in pieces]
     stored.check(claims)
+    direct = []
     for piece, claim in zip(pieces, claims, strict=True):
-        _fill(piece, claim, stored)
+        if not claim.bytes:
+            continue
+        if (place := _place(piece, claim)) is not None:
+            direct.append((claim, place))
+        else:
+            _set(piece.tensor.detach(), stored.elements(claim))
+    stored.fill(direct)
     return sum(claim.bytes for claim in claims)
 
 
-def _fill(piece: Piece, claim: Claim, stored: Pieces) -> None:
-    """Straight into a tensor of host memory; a device, and what is strided, gets a copy."""
+def _place(piece: Piece, claim: Claim) -> "np.ndarray | None":
+    """The elements themselves; None on a device, and where they are strided."""
+    import torch
+
+    tensor = piece.tensor.detach()
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    width = ITEM_BYTES[claim.dtype]
+    return cast(Any, tensor.view(-1).view(torch.uint8).numpy().view(f"<u{width}"))
+
+
+def _set(tensor: "torch.Tensor", elements: "np.ndarray") -> None:
     import numpy as np
     import torch
 
-    if not claim.bytes:
-        return
-    tensor = piece.tensor.detach()
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        width = ITEM_BYTES[claim.dtype]
-        stored.elements(claim, tensor.view(-1).view(torch.uint8).numpy().view(f"<u{width}"))
-        return
-    values = torch.from_numpy(stored.elements(claim).view(np.uint8))
+    values = torch.from_numpy(elements.view(np.uint8))
     with torch.no_grad():
         tensor.copy_(values.view(tensor.dtype).reshape(tensor.shape))
 

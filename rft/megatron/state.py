@@ -44,7 +44,7 @@ class RankTensors:
         self._model = model
         self._places: list[int] = []
         self._pieces: list[Piece] = []
-        self._weights, self._moments, self._frozen = Samples([]), Samples([]), Samples([])
+        self._samples: dict[str, Samples] = {}
 
     def pieces(self) -> list[Piece]:
         """Tensors by reference, which are as they are until the next update."""
@@ -60,31 +60,39 @@ class RankTensors:
         are written.
         """
         self._look()
-        found = {"weights": self._weights.digest(), "moments": self._moments.digest()}
-        return found | ({"frozen weights": self._frozen.digest()} if self._frozen.views else {})
+        self._samples = self._samples or self._new_samples()
+        return {name: samples.digest() for name, samples in self._samples.items()}
 
     @functools.cached_property
     def _buffers(self) -> list[tuple[torch.nn.Module, str]]:
         return list(_saved_buffers(self._model))
 
+    def _saved(self) -> list[torch.Tensor]:
+        return [getattr(module, name) for module, name in self._buffers]
+
     def _look(self) -> None:
-        buffers = [getattr(module, name) for module, name in self._buffers]
-        moments = self._optimizer.held()
-        mains = self._optimizer.mains()
-        tensors = [shard.parameter for shard in self._shards] + buffers + moments + mains
+        tensors = [shard.parameter for shard in self._shards] + self._saved()
+        tensors += self._optimizer.held() + self._optimizer.mains()
         places = [tensor.data_ptr() for tensor in tensors]
         if places == self._places:
             return
         self._places = places
         self._pieces = pieces(self._shards, self._optimizer)
+        self._samples = {}  # made where they are asked for: what reads a state back does not
+
+    def _new_samples(self) -> "dict[str, Samples]":
         kept = [
             (shard.parameter.requires_grad, _cut(shard.parameter.detach(), segment))
             for shard in _kept(self._shards)
             for segment in shard.segments
         ]
-        self._weights = Samples([one for is_trained, one in kept if is_trained] + buffers)
-        self._frozen = Samples([one for is_trained, one in kept if not is_trained])
-        self._moments = Samples(moments)
+        trained = [one for is_trained, one in kept if is_trained]
+        found = {
+            "weights": Samples(trained + self._saved()),
+            "moments": Samples(self._optimizer.held()),
+        }
+        frozen = [one for is_trained, one in kept if not is_trained]
+        return found | ({"frozen weights": Samples(frozen)} if frozen else {})
 
 
 def _saved_buffers(model: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str]]:
