@@ -50,7 +50,6 @@ SHAPES = {"hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "head_dim": 64
 VOCABULARY = 49152
 RANKS, CLAIMED = 2, 50
 DETECT_S, BEGIN_S, READ, AGAIN = 1.0, 3.0, 0.6, 1
-LOOK_S = 0.1
 RANK, SPARE = "rft.run.rank", "rft.run.spare"
 COPIERS = 5
 BACK_S = 300.0  # for a step to be told again
@@ -149,13 +148,8 @@ def await_line(run: "subprocess.Popen[str]", form: re.Pattern[str]) -> re.Match[
 
 
 def row_of(path: Path, step: int) -> dict[str, Any]:
-    """Of that step, which was told: it is written behind its line."""
-    end = time.monotonic() + BACK_S
-    while time.monotonic() < end:
-        if found := [row for row in read_lines(path) if row["step"] == step]:
-            return found[-1]
-        time.sleep(LOOK_S)
-    raise SystemExit(f"{path} has no row of step {step}")
+    """Of that step, which was told."""
+    return next(row for row in reversed(read_lines(path)) if row["step"] == step)
 
 
 def of(supervisor: int, module: str) -> list[psutil.Process]:

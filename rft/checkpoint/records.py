@@ -372,13 +372,16 @@ def of_chunks(
     """Bytes of a file that is read by whole chunks, each asked for by its number; of one chunk
     without a copy.
     """
+
+    def inside(begin: int, end: int) -> memoryview:
+        return memoryview(chunk(begin // CHUNK))[begin % CHUNK :][: end - begin]
+
     ranges = list(by_chunk(start, start + count))
-    out = bytearray(count if len(ranges) > 1 else 0)
-    for begin, end in ranges:
-        inside = memoryview(chunk(begin // CHUNK))[begin % CHUNK :][: end - begin]
-        if len(ranges) == 1:
-            return inside
-        out[begin - start : end - start] = inside
+    if len(ranges) == 1:
+        return inside(*ranges[0])
+    out = bytearray()
+    for part in ranges:
+        out += inside(*part)
     return out
 
 

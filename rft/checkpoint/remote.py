@@ -2,8 +2,9 @@
 
 In: where an agent of another node listens, and what proves that this rank is of its run; a slot of
 one of this node. Out: the receipts that it tells, and bytes of its parts; of a part that several
-hold, from the first that gives what it should be. Invariant: no byte is handed out that was not
-compared with the hash in the receipt; whoever gives another one is told of, and not asked again.
+hold, from the first that gives what it should be. Invariant: whoever asked does not go on before
+each byte was compared with the hash in the receipt; whoever gives another one is told of, and not
+asked again.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rft.checkpoint.memory import _read_slot
+from rft.checkpoint.memory import AT_ONCE, _read_slot
 from rft.checkpoint.reader import Damaged
 from rft.checkpoint.records import CHUNK, FORMAT, Receipt
 from rft.checkpoint.remote import MOST_PLACES, HeldFile
@@ -29,7 +29,7 @@ def slot() -> Iterator[int]:
     os.close(descriptor)
 
 
-def held(fetch: Any, at_once: int = 2**20) -> HeldFile:
+def held(fetch: Any) -> HeldFile:
     receipt = Receipt(
         format=FORMAT,
         id="x",
@@ -45,7 +45,7 @@ def held(fetch: Any, at_once: int = 2**20) -> HeldFile:
         small={},
         local={},
     )
-    return HeldFile(receipt, "there", fetch, at_once)
+    return HeldFile(receipt, "there", fetch, AT_ONCE)
 
 
 def filled(file: HeldFile, ranges: list[tuple[int, int]]) -> list[bool]:
@@ -93,17 +93,17 @@ def test_a_changed_byte_is_found_also_where_nobody_asks_for_it(slot: int) -> Non
 
 
 def test_each_chunk_is_fetched_once_and_no_more_of_it_at_a_time_than_is_said(slot: int) -> None:
-    fetched: list[tuple[int, int]] = []
+    fetched: list[int] = []
 
     def fetch(start: int, places: list[memoryview]) -> None:
-        fetched.append((start, sum(map(len, places))))
+        fetched.append(sum(map(len, places)))
         _read_slot(slot, start, places)
 
-    file = held(fetch, 2**20)
+    file = held(fetch)
     assert all(filled(file, [(0, 3 * CHUNK // 4), (3 * CHUNK // 4 + 64, CHUNK + 10)]))
-    assert sum(size for _, size in fetched) == 2 * CHUNK and max(fetched)[1] <= 2**20
+    assert sum(fetched) == 2 * CHUNK and max(fetched) <= AT_ONCE
     file.read(CHUNK + 20, 30)  # it has that one still
-    assert sum(size for _, size in fetched) == 2 * CHUNK
+    assert sum(fetched) == 2 * CHUNK
 
 
 def test_what_a_slot_does_not_have_is_no_chunk(slot: int) -> None:
