@@ -64,6 +64,7 @@ from bench.loop_tasks import write_prompts
 from bench.loop_where import ROWS
 from bench.train_step import trl_versions
 from bench.train_step_rows import ROWS_OF_EMBEDDING
+from rft.ground import device as devices
 from rft.tools.toy import write_arithmetic, write_model
 
 CONTEXT = 1024
@@ -270,7 +271,9 @@ def sizes_of(word: str, root: Path, quick: bool) -> Sizes:
     if prompt + tokens > CONTEXT:
         raise ValueError(f"{word}: the model's context is {CONTEXT}")
     rows = write_prompts(root / f"{prompt}.jsonl", prompt) if prompt else root / "train.jsonl"
-    return Sizes(prompt, tokens, bars.quick if quick else bars.steps, report.cpu_dtype(), rows)
+    return Sizes(
+        prompt, tokens, bars.quick if quick else bars.steps, devices.quickest_dtype("cpu"), rows
+    )
 
 
 def measured(
@@ -325,7 +328,7 @@ def main() -> None:
     print(f"{time.monotonic() - began:.0f} s")
     rounds = given.rounds or (QUICK_ROUNDS if given.quick else ROUNDS)
     config = {
-        "dtype": report.cpu_dtype(),
+        "dtype": devices.quickest_dtype("cpu"),
         "tasks": TASKS,
         "repeats": REPEATS,
         "quick": given.quick,

@@ -33,16 +33,6 @@ def versions(*packages: str) -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in packages}
 
 
-def cpu_dtype() -> str:
-    """In which both halves compute where nothing speaks for another: bf16 (masters stay fp32) on
-    cores that multiply it; on others its products are emulated, several times slower than fp32.
-    """
-    import torch
-
-    has = torch.cpu.get_capabilities()
-    return "bf16" if has.get("amx_bf16") or has.get("avx512_bf16") else "fp32"
-
-
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """First column to the left, numbers to the right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]

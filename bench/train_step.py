@@ -248,7 +248,7 @@ def main() -> None:
             model = write_model(
                 root / "model", "qwen3", layers=6, context=2048, vocab=ROWS_OF_EMBEDDING
             )
-        dtype = "bf16" if on_card else report.cpu_dtype()
+        dtype = "bf16" if on_card else devices.quickest_dtype("cpu")
         for world, threads in cases:
             case = Case(world, threads, dtype, shape, model)
             trl = python if world == 1 and python.exists() and not arguments.bare else None

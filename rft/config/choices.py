@@ -16,13 +16,14 @@ from typing import Any
 
 from rft.config.explorer import EngineConfig
 from rft.config.schema import Config
-from rft.ground.device import default_dtype
+from rft.ground.device import default_dtype, quickest_dtype
 
 ROLLOUT = "explorer.rollout_model"
 # Requests that an engine decodes at a time. vLLM's own numbers are 256 on small cards and 1024 on
 # those of 70 GB and more.
 FEWEST_SEQUENCES, MOST_SEQUENCES = 256, 1024
 RUNNERS_ON_CPU = 8
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Choice:
 
 
 def fill_choices(config: Config) -> None:
-    """Set every key of the choosers below that is still None."""
+    """Set every key of the choosers below that is still None, and `auto` to what it means here."""
+    if config.trainer.dtype == AUTO:
+        config.trainer.dtype = quickest_dtype(config.device)
     for choose in CHOOSERS:
         for choice in choose(config):
             section, name = _place(config, choice.key)
@@ -58,17 +61,27 @@ def explained(config: Config) -> list[Choice]:
 
 
 def start_lines(config: Config) -> list[str]:
-    """For the start of a run on GPUs: what was decided for the parts that it has, and what it
-    costs. On a CPU there is nothing to tell.
+    """For the start of a run: on GPUs what was decided for the parts that it has, and what it
+    costs; on a CPU what was asked of it that it does not have.
     """
-    if config.device != "cuda":
-        return []
     parts = {"trainer": config.mode in ("both", "train"), "explorer": config.mode != "train"}
     found = [one for one in explained(config) if parts[one.key.split(".")[0]]]
+    if config.device != "cuda":
+        return list(_emulated(found))
     said = [f"{one.key}={_word(one.value)}" for one in found]
     width = max(map(len, said), default=0)
     lines = [f"  {key:<{width}}  {one.why}" for key, one in zip(said, found, strict=True)]
     return [*lines, *_cost_of_recompute(config)]
+
+
+def _emulated(found: list[Choice]) -> Iterator[str]:
+    keys = [one.key for one in found if one.key.endswith(".dtype") and one.value == "bf16"]
+    if keys and quickest_dtype("cpu") != "bf16":
+        yield (
+            f"  bf16 in {', '.join(keys)}: this CPU does not multiply it (no avx512_bf16, no "
+            "amx_bf16) and emulates that, ten times slower than fp32; leave it out, or set "
+            "trainer.dtype=auto"
+        )
 
 
 def _word(value: Any) -> str:
@@ -105,7 +118,7 @@ def of_trainer(config: Config) -> Iterator[Choice]:
     why = (
         "Transformer Engine's quick attention takes bf16 alone, and engines' too"
         if config.device == "cuda"
-        else "a CPU is no quicker in bf16, and fp32 agrees with the engines to 1e-4"
+        else "fp32 agrees with the engines to 1e-4, and not every CPU multiplies bf16"
     )
     yield Choice("trainer.dtype", default_dtype(config.device), why)
 

@@ -278,9 +278,9 @@ class TrainerConfig(Section):
         "on when nodes are lost",
     ] = field(default_factory=list)
     dtype: Annotated[
-        Literal["fp32", "bf16"] | None,
+        Literal["fp32", "bf16", "auto"] | None,
         "of the weights in training; bf16 keeps fp32 masters; default: bf16 on a GPU, fp32 on a "
-        "CPU",
+        "CPU; auto: bf16 on a CPU too, where it multiplies that",
     ] = None
     total_steps: Annotated[
         PosInt | None, "stop after this many steps; default: when the data ends"

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from rft.ground import host_memory
 from rft.ground.streams import Copier, CudaCopier, HostCopier, settle
@@ -56,6 +57,7 @@ HANDLE = (
 )
 # objects that may be new before the collector looks at them: a few thousand requests are under way
 # at a time
+BF16_OF_CPUS = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions of x86 and Arm, in Linux's words
 YOUNG = 20_000
 NICE = 10  # a tenth of what others get of a core that both want
 # Elements of a tile of logits: on a CPU 16 MiB in fp32, which stay in a last-level cache between
@@ -426,6 +428,16 @@ def peak_of(name: str) -> float | None:
 def default_dtype(kind: str) -> str:
     """Of a trainer's weights, where nobody gave one."""
     return "bf16" if kind == "cuda" else "fp32"
+
+
+def quickest_dtype(kind: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> Literal["bf16", "fp32"]:
+    """bf16, but on a CPU without instructions that multiply it: there products are emulated, ten
+    times slower than those of fp32. `cpuinfo`: the kernel's list of what this machine's has.
+    """
+    if kind == "cuda":
+        return "bf16"
+    words = cpuinfo.read_text(encoding="utf-8").split() if cpuinfo.exists() else []
+    return "fp32" if BF16_OF_CPUS.isdisjoint(words) else "bf16"
 
 
 def torch_dtype(name: str) -> "torch.dtype":

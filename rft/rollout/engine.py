@@ -150,7 +150,8 @@ class RolloutEngine(EngineRoutes):
         Returns facts for the log.
         """
         began = time.monotonic()
-        os.environ.update(environment(self.device_kind, self.threads, self.workers))
+        is_eager = self.rollout.enforce_eager is not False
+        os.environ.update(environment(self.device_kind, self.threads, self.workers, is_eager))
         if self.bitwise:
             os.environ[BITWISE[self.device_kind]] = "1"
         hubs.bring(self.model.model_path, code=self.model.trust_remote_code)
@@ -485,9 +486,9 @@ def cache_beside_trainer(share: float, card: int, weights: int, sampler: int) ->
 # --- vLLM's words --------------------------------------------------------------------------------
 
 
-def environment(device_kind: str, threads: int, workers: int) -> dict[str, str]:
-    """On CPU: our thread budget instead of vLLM's core binding, and one
-    process less when there is one worker.
+def environment(device_kind: str, threads: int, workers: int, is_eager: bool) -> dict[str, str]:
+    """On CPU: our thread budget instead of vLLM's core binding, one
+    process less when there is one worker, and no compiler where nothing is to be compiled.
 
     On a GPU nothing is said of torch's allocator, and nothing of `expandable_segments`, which ranks
     have: memory that sleeps lies in pools of vLLM's (CuMemAllocator), which torch cannot make of
@@ -503,8 +504,9 @@ def environment(device_kind: str, threads: int, workers: int) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # 0: EngineCore runs the worker itself
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if workers == 1 else "1",
-        # the sampler's one compiled function costs 17 s of C++ compiler at the first request
-        "TORCH_COMPILE_DISABLE": "1",
+        # eager engines too have one compiled function, the sampler's: 17 s of C++ compiler at the
+        # first request
+        "TORCH_COMPILE_DISABLE": str(int(is_eager)),
     }
 
 

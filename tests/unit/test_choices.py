@@ -1,12 +1,15 @@
 """What the device decides where a config leaves it open, and what the start of a run says of it."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from rft.config import Config, to_config
+from rft.config import Config, choices, to_config
 from rft.config.choices import explained, fill_choices, start_lines
+from rft.ground.device import quickest_dtype
 
 ENGINE = "explorer.rollout_model"
 
@@ -42,7 +45,24 @@ def test_on_a_cpu_everything_is_as_it_was() -> None:
     }
     found = values(config)
     assert {key: found[key] for key in expected} == expected
-    assert found["runner_per_model"] == 8 and start_lines(config) == []
+    assert found["runner_per_model"] == 8
+
+
+@pytest.mark.parametrize(("flags", "dtype"), [("avx2 fma", "fp32"), ("avx2 avx512_bf16", "bf16")])
+def test_a_cpu_is_asked_for_bf16_where_it_multiplies_that(
+    flags: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n", encoding="utf-8")
+    here = partial(quickest_dtype, cpuinfo=tmp_path / "cpuinfo")
+    assert (here("cpu"), here("cuda")) == (dtype, "bf16")
+    monkeypatch.setattr(choices, "quickest_dtype", here)
+    left = filled(device="cpu", **{"trainer.dtype": "auto"})
+    assert (left.trainer.dtype, left.explorer.rollout_model.dtype) == (dtype, dtype)
+    assert filled(device="cuda", **{"trainer.dtype": "auto"}).trainer.dtype == "bf16"
+    assert start_lines(left) == []
+    said = " ".join(start_lines(filled(device="cpu")))
+    assert ("trainer.dtype, explorer.rollout_model.dtype" in said) == (dtype == "fp32")
+    assert start_lines(filled(device="cpu", **{"trainer.dtype": "fp32"})) == []
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,13 @@ def test_an_engine_beside_a_trainer_does_not_measure_what_is_free(
 
 
 def test_an_engine_that_sleeps_has_no_expandable_segments() -> None:
-    assert not [name for name in environment("cuda", 1, 1) if "ALLOC_CONF" in name]
+    assert not [name for name in environment("cuda", 1, 1, False) if "ALLOC_CONF" in name]
+
+
+def test_only_an_eager_engine_of_a_cpu_has_no_compiler() -> None:
+    eager, compiled = (environment("cpu", 1, 1, is_eager) for is_eager in (True, False))
+    assert (eager.pop("TORCH_COMPILE_DISABLE"), compiled.pop("TORCH_COMPILE_DISABLE")) == ("1", "0")
+    assert eager == compiled
 
 
 def refused(**explorer: Any) -> list[str]:
