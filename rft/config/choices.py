@@ -149,7 +149,8 @@ def _graphs(config: Config, key: str) -> Choice:
             "CUDA graphs: launching kernels one by one takes longer than a decoding step of a "
             "model up to 14B",
         )
-    return Choice(f"{key}.enforce_eager", True, "a CPU has no graphs, and compiling takes longer")
+    why = "a CPU has no graphs, and compiling is half a minute of a start, with a C++ compiler"
+    return Choice(f"{key}.enforce_eager", True, why)
 
 
 def groups_in_flight(config: Config) -> int | None:

@@ -41,7 +41,8 @@ class EngineConfig(Section):
         Share | None, "GPU only; default: 0.9, or 0.5 with cluster.colocate"
     ] = None
     enforce_eager: Annotated[
-        Bool | None, "without CUDA graphs; default: false on a GPU, true on a CPU"
+        Bool | None,
+        "without CUDA graphs, on a CPU without compiling; default: false on a GPU, true on a CPU",
     ] = None
     seed: Annotated[Int | None, "of what the engines sample; default: that of the run"] = None
     tool_call_parser: Annotated[

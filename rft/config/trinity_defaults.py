@@ -268,7 +268,7 @@ KEPT: dict[str, tuple[str, str, str]] = {
     f"{ROLLOUT}.enforce_eager": (
         "false",
         "by the device",
-        "the same on a GPU; a CPU has no graphs",
+        "the same on a GPU; a CPU has no graphs, and compiles where it is false",
     ),
     f"{ROLLOUT}.enable_chunked_prefill": ("true", "vLLM's own", "it is true"),
     f"{ROLLOUT}.enable_return_routed_experts": (

@@ -9,6 +9,7 @@ import importlib.metadata as metadata
 import os
 import re
 import resource
+import shutil
 import socket
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from rft.config import TRAINING, Config, is_remote
+from rft.config.choices import engines
 from rft.ground.errors import Late
 from rft.ground.process import OPEN_FILES
 from rft.preflight.rules import Rule
@@ -259,6 +261,8 @@ def missing_here(stages: list[Config]) -> Iterator[str]:
     for config in filter(_is_used, stages):
         yield from (Late(one.sentence) for one in no_card(cards.here(), config.device))
         yield from map(Late, too_many_ranks(config))
+    for config in stages:
+        yield from map(Late, no_compiler(config, os.environ))
 
 
 def too_many_ranks(config: Config) -> Iterator[str]:
@@ -271,6 +275,20 @@ def too_many_ranks(config: Config) -> Iterator[str]:
             "GPUs: lower it, or start them on their nodes by launch/slurm.sh, launch/ray.sh or "
             "launch/torchrun.sh"
         )
+
+
+def no_compiler(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    """Engines here that are not eager: on a CPU torch compiles their models as they start."""
+    here = config.mode != "train" and config.cluster.ray_address is None and not is_remote(config)
+    compiler = environment.get("CXX", "g++")
+    if not here or config.device != "cpu" or shutil.which(compiler, path=environment.get("PATH")):
+        return
+    for key, engine in engines(config):
+        if engine.enforce_eager is False:
+            yield (
+                f"{key}.enforce_eager=false: on a CPU the model is compiled, and there is no C++ "
+                f"compiler ({compiler}): install one, or leave the key out"
+            )
 
 
 GIVEN = (Rule("device model.tinker.enable trainer.trainer_type", _reaches_driver, late=True),)

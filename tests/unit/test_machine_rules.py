@@ -130,6 +130,17 @@ def test_what_is_planned_for_gpus_starts_on_none_without(assets: Path, tmp_path:
     assert "device=cuda, and no GPU is here" in said and "device=cpu" in said
 
 
+def test_a_cpu_compiles_a_model_where_it_has_a_compiler(assets: Path, tmp_path: Path) -> None:
+    key = "explorer.rollout_model.enforce_eager"
+    (compiled,) = grpo(assets, tmp_path, "device=cpu", f"{key}=false")
+    (eager,) = grpo(assets, tmp_path, "device=cpu")
+    nothing = {"PATH": str(tmp_path)}
+    (said,) = rules_machine.no_compiler(compiled, nothing)
+    assert said.startswith(f"{key}=false: ") and "no C++ compiler (g++)" in said
+    assert not [*rules_machine.no_compiler(compiled, {**nothing, "CXX": sys.executable})]
+    assert not [*rules_machine.no_compiler(eager, nothing)]
+
+
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, tuple(map(int, sys.argv[1:])))
