@@ -134,7 +134,7 @@ def test_a_shell_completes(shell: tuple[str, Path]) -> None:
     ]
     assert "trainer.total_steps=" in completed(shell, "rft train experiment=grpo trainer.to")
     found = completed(shell, "rft config trainer.dtype=")
-    assert [one.rpartition("=")[2] for one in found] == ["fp32", "bf16"]
+    assert [one.rpartition("=")[2] for one in found] == ["fp32", "bf16", "auto"]
     assert completed(shell, "/usr/bin/rft completion z") == ["zsh"]
     (path,) = completed(shell, "rft train model.model_path=a_")
     assert path.rpartition("=")[2] == "a_model"
@@ -149,8 +149,8 @@ def explained(key: str, *words: str) -> str:
 
 def test_what_is_said_of_a_key() -> None:
     said = explained("trainer.dtype", "device=cpu")
-    assert "fp32 | bf16, or null; default null" in said
-    assert "here: fp32 (cpu): a CPU is no quicker in bf16" in said
+    assert "fp32 | bf16 | auto, or null; default null" in said
+    assert "here: fp32 (cpu): fp32 agrees with the engines to 1e-4" in said
     assert "here: bf16, which these words say" in explained("trainer.dtype", "trainer.dtype=bf16")
     assert "here: bf16 (cuda): " in explained("trainer.dtype", "device=cuda")
     lr = explained("algorithm.optimizer.lr")
