@@ -84,7 +84,7 @@ def test_what_is_printed_is_a_file_that_means_the_same(
 
 def test_a_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "--explain", "trainer.dtype").startswith(
-        "trainer.dtype: fp32 | bf16, or null; default null\n    "
+        "trainer.dtype: fp32 | bf16 | auto, or null; default null\n    "
     )
     section = printed(capsys, "--explain", "cluster")
     assert "cluster.node_num: int > 0; default 1" in section
