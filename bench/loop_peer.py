@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.loop_runs import REPEATS, TASKS, Measured, Sizes
-from rft.ground import device as devices
 
 # the quickest of all settings, and of those with fp32 weights: ours keeps fp32 masters
 TRL, TRL_PRECISE = "trl", "trl, as precise"
@@ -77,7 +76,7 @@ class Trl:
         sizes = replace(sizes, tokens=min(sizes.tokens, TRY_TOKENS))
         said: list[str] = []
         found: list[tuple[float, dict[str, Any]]] = []
-        kinds = WEIGHTS if devices.quickest_dtype("cpu") == "bf16" else ("fp32",)
+        kinds = WEIGHTS if sizes.dtype == "bf16" else ("fp32",)
         firsts = [
             {"threads": threads, "weights": weights, "size": FIRST_SIZE}
             for threads in (1, 2)

@@ -57,8 +57,8 @@ HANDLE = (
 )
 # objects that may be new before the collector looks at them: a few thousand requests are under way
 # at a time
-BF16_OF_CPUS = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions of x86 and Arm, in Linux's words
 YOUNG = 20_000
+BF16_OF_CPUS = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions of x86 and Arm, in Linux's words
 NICE = 10  # a tenth of what others get of a core that both want
 # Elements of a tile of logits: on a CPU 16 MiB in fp32, which stay in a last-level cache between
 # the passes over them; on a GPU 1 GiB, of which two are held.
