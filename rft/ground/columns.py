@@ -95,10 +95,11 @@ def _check(values: Any) -> None:
 
 def _runs(flags: np.ndarray) -> np.ndarray:
     """0 0 1 1 1 -> 2 3; 1 0 -> 0 1 1."""
-    bounds = np.flatnonzero(np.diff(flags, prepend=False, append=False))
-    found = np.diff(bounds, prepend=0)
-    left = len(flags) - int(found.sum())
-    return np.append(found, left).astype(RUNS) if left else found.astype(RUNS)
+    if not len(flags):
+        return np.zeros(0, RUNS)
+    turns = np.flatnonzero(flags[1:] != flags[:-1]) + 1
+    edges = np.concatenate([[0, 0] if flags[0] else [0], turns, [len(flags)]])
+    return (edges[1:] - edges[:-1]).astype(RUNS)
 
 
 def _flags(runs: np.ndarray) -> np.ndarray:

@@ -11,11 +11,13 @@ with outcome "error"; a hang is ended by the pool, which kills this process grou
 with its parent: by EOF when idle, else by the kernel.
 """
 
+import functools
 import inspect
 import math
 import socket
 import traceback
 from collections.abc import Iterable
+from types import FunctionType
 from typing import Any, Literal
 
 from rft.ground import plugins
@@ -95,7 +97,16 @@ def judged(value: Any) -> RewardResult:
 
 
 def takes_tokens(function: RewardFunction) -> bool:
-    return "response_tokens" in inspect.signature(function).parameters
+    # by identity; an object that can be called may have no hash
+    known = isinstance(function, FunctionType)
+    return "response_tokens" in (_known_names if known else _names)(function)
+
+
+def _names(function: RewardFunction) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+_known_names = functools.cache(_names)
 
 
 def number(value: Any) -> float:
