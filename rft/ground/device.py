@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,7 +60,6 @@ HANDLE = (
 YOUNG = 20_000
 BF16_OF_CPUS = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions of x86 and Arm, in Linux's words
 NICE = 10  # a tenth of what others get of a core that both want
-AFTER_CHILDREN = 5  # niceness, too: a third of what others get
 # Elements of a tile of logits: on a CPU 16 MiB in fp32, which stay in a last-level cache between
 # the passes over them; on a GPU 1 GiB, of which two are held.
 HOST_TILE, CARD_TILE = 2**22, 2**28
@@ -298,32 +297,12 @@ def wait_for_turn() -> None:
     loses its caches with every interruption. No smaller share: whoever waits for it may have only
     so many seconds. What it starts is to do so inside `turns_not_inherited`.
     """
-    _each_thread(lambda thread: os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0)))
-
-
-def come_after_children() -> None:
-    """Where this process and those that it has started by now want the same core, it gets a quarter
-    of it. For a front whose child computes all the time: threads of the front that are queued
-    behind the child would cut it into slices, while another core is free. What is started later
-    inherits it.
-    """
-    least = os.getpriority(os.PRIO_PROCESS, 0) + AFTER_CHILDREN
-    _each_thread(
-        lambda thread: os.setpriority(
-            os.PRIO_PROCESS, thread, max(least, os.getpriority(os.PRIO_PROCESS, thread))
-        )
-    )
-
-
-def _each_thread(change: Callable[[int], None]) -> None:
-    """Of this process: what the kernel keeps per thread, and new ones have from those that they
-    are started by.
-    """
     changed: set[str] = set()
-    while others := set(os.listdir("/proc/self/task")) - changed:  # some may begin meanwhile
+    # it is kept per thread; some may begin meanwhile
+    while others := set(os.listdir("/proc/self/task")) - changed:
         for thread in others:
             with suppress(ProcessLookupError):  # it has ended
-                change(int(thread))
+                os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
         changed |= others
 
 

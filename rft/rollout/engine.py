@@ -28,7 +28,7 @@ import xxhash
 from rft.config import EngineConfig, ModelConfig
 from rft.ground import hubs
 from rft.ground.columns import Ids, LogProbs, column
-from rft.ground.device import come_after_children, freeze_loaded, thread_environment
+from rft.ground.device import freeze_loaded, thread_environment
 from rft.ground.experience import (
     Completion,
     GenerateRequest,
@@ -169,7 +169,6 @@ class RolloutEngine(EngineRoutes):
         config = self.llm.model_config
         self.max_model_len = config.max_model_len
         freeze_loaded()
-        come_after_children()
         return {
             "vllm": vllm.__version__,
             "workers": self.workers,

@@ -77,34 +77,6 @@ def test_what_such_a_process_starts_takes_its_turns_as_others_do() -> None:
     assert itself == "True", "it goes on as it was"
 
 
-FRONT = """
-import os, subprocess, sys, threading
-from rft.ground.device import AFTER_CHILDREN, come_after_children, yield_to_others
-
-said, low = threading.Event(), threading.Event()
-child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-early = threading.Thread(target=said.wait)
-copier = threading.Thread(target=lambda: (yield_to_others(), low.set(), said.wait()))
-early.start(), copier.start(), low.wait()
-before = os.getpriority(os.PRIO_PROCESS, 0)
-lowest = os.getpriority(os.PRIO_PROCESS, copier.native_id)
-come_after_children()
-late = threading.Thread(target=said.wait)
-late.start()
-mine = [os.getpriority(os.PRIO_PROCESS, one.native_id) for one in (early, late)]
-print(mine == [min(19, before + AFTER_CHILDREN)] * 2)
-print(os.getpriority(os.PRIO_PROCESS, child.pid) == before)
-print(os.getpriority(os.PRIO_PROCESS, copier.native_id) == lowest)
-said.set()
-child.communicate(b"")
-"""
-
-
-def test_a_front_comes_after_the_child_that_computes() -> None:
-    ended = subprocess.run([sys.executable, "-c", FRONT], capture_output=True, text=True)
-    assert ended.stdout.split() == ["True"] * 3, ended.stdout + ended.stderr
-
-
 def test_what_is_loaded_is_passed_over_by_the_collector() -> None:
     program = (
         "import gc; from rft.ground.device import freeze_loaded; freeze_loaded(); "
