@@ -97,16 +97,16 @@ def judged(value: Any) -> RewardResult:
 
 
 def takes_tokens(function: RewardFunction) -> bool:
-    # by identity; an object that can be called may have no hash
-    known = isinstance(function, FunctionType)
-    return "response_tokens" in (_known_names if known else _names)(function)
+    # other objects that can be called may have no hash
+    names = _names_once if isinstance(function, FunctionType) else _names
+    return "response_tokens" in names(function)
 
 
 def _names(function: RewardFunction) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-_known_names = functools.cache(_names)
+_names_once = functools.cache(_names)  # it takes longer than a quick reward
 
 
 def number(value: Any) -> float:
