@@ -14,7 +14,7 @@ whoever holds its rows.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from rft.data.packing import (
     chunks,
     joined_routes,
     lengthened,
+    pack,
     token_weights,
 )
 from rft.data.prefixes import shared_lengths
@@ -99,6 +100,20 @@ class RowPacking:
 
     def bins(self, rows: list[Row]) -> list[list[list[int]]]:
         return bins_of(rows, self.dp, self.max_tokens, self.multiple, self.cost, self.cut)
+
+    def made_up(self, rows: int, longest: int, vocab: int) -> list[Packed]:
+        """A microbatch of rows that mean nothing, `longest` tokens each, for whoever computes when
+        there are no others yet: at most `rows`, and half of what fits, for so much has even the
+        emptiest of several.
+        """
+        fits = self.cut.rows or self.max_tokens // (2 * longest)
+        one = np.ones(longest, dtype=np.float32)
+        made = [
+            Row(np.arange(at, at + longest, dtype=np.int32) % vocab, one, -one, one, one / longest)
+            for at in range(max(1, min(rows, fits)))
+        ]
+        cut = replace(self.cut, share=False)
+        return pack(made, 1, self.max_tokens, self.multiple, self.cost, cut)[0]
 
     def bins_at(
         self, rows: list[int], homes: list[int], lengths: list[int]

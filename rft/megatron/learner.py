@@ -37,7 +37,7 @@ from rft.megatron.totals import Totals
 from rft.monitor import trace
 
 if TYPE_CHECKING:
-    from rft.algorithm.fields import TokenLoss
+    from rft.algorithm.fields import Losses, TokenLoss
 
 
 class Learner(Network):
@@ -96,6 +96,15 @@ class Learner(Network):
             norm = self.optimizer.norm()
         agreed = replay.agreement(self.routers, self.mesh) if self.dims.experts else {}
         return totals.reduce(self.mesh) | {"grad_norm": norm} | agreed
+
+    def warm_up(self, part: Sequence[Packed]) -> None:
+        """Do with `part`, whose rows mean nothing, what a step does for the first time: kernels are
+        compiled or chosen, communicators opened, memory is taken. Nobody uses its gradients, and
+        the next ones are the same bits as without it. Collective.
+        """
+        before = state.random_state(self.mesh)
+        self.gradients(part, _plain)
+        state.set_random_state(before, self.mesh)
 
     def give_back(self) -> None:
         """Let another process have the memory of the gradients, which hold nothing between two
@@ -236,6 +245,11 @@ class Critic(Learner):
 
     def restore(self, small: dict[str, bytes]) -> None:
         self._restore_counters(small["critic"])
+
+
+def _plain(scores: Tensor, _: Fields) -> "Losses":
+    """A loss that looks at nothing else."""
+    return scores, {}
 
 
 def _data_parallel(

