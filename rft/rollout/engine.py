@@ -22,12 +22,12 @@ from math import prod
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 import xxhash
 
 from rft.config import EngineConfig, ModelConfig
 from rft.ground import hubs
-from rft.ground.columns import Ids, LogProbs, column
 from rft.ground.device import freeze_loaded, thread_environment
 from rft.ground.experience import (
     Completion,
@@ -552,14 +552,15 @@ def completion(engine: str, made: "CompletionOutput", served: ServedAdapter | No
         raise RuntimeError(
             f"{engine}: vLLM ended a request with finish reason {made.finish_reason!r}"
         )
-    tokens = column(Ids, made.token_ids)
+    tokens = np.asarray(made.token_ids, dtype=np.int32)
     spans = [
         VersionSpan(version=int(s.version), start=s.start, end=s.end)
         for s in made.weight_versions or []
     ]
     if served:  # vLLM's version is that of the base model
         spans = served.spans(len(tokens))
-    logprobs = column(LogProbs, made.logprobs.logprobs if len(tokens) else [])  # type: ignore[union-attr]
+    told = made.logprobs.logprobs if len(tokens) else []  # type: ignore[union-attr]
+    logprobs = np.asarray(told, dtype=np.float32)
     if len(logprobs) != len(tokens) or sum(s.end - s.start for s in spans) != len(tokens):
         raise RuntimeError(
             f"{engine}: {len(tokens)} tokens came with {len(logprobs)} logprobs and versions "

@@ -13,6 +13,7 @@ also of a user's workflow.
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -175,15 +176,14 @@ def problem(made: Experience) -> str | None:
     for name, values in per_token.items():
         if len(values) != made.response_length:
             return f"{len(values)} entries of {name} for {made.response_length} response tokens"
-    for name, numbers in (
-        ("reward", np.asarray([made.reward])),
-        ("logprobs", made.logprobs),
-        ("token_rewards", made.token_rewards),
-    ):
-        if not np.isfinite(numbers).all():
+    rewards = {"reward": [made.reward], "token_rewards": made.token_rewards.tolist()}
+    for name, numbers in rewards.items():
+        if not all(map(math.isfinite, numbers)):
             return f"{name} is not finite"
-        if name != "logprobs" and not all(map(is_reward, numbers)):
+        if not all(map(is_reward, numbers)):
             return f"{name} is larger than {LARGEST_REWARD:g}"
+    if not np.isfinite(made.logprobs).all():
+        return "logprobs is not finite"
     for span in made.versions:
         if not 0 <= span.start <= span.end <= made.response_length:
             return (

@@ -12,6 +12,7 @@ produced, a turn's go on from the ids before it, those of the environment have a
 log-probability 0, and version spans cover the model's tokens only.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -46,7 +47,7 @@ class Workflow(Protocol):
 
 def experience(
     task: Task,
-    prompt: list[int],
+    prompt: Sequence[int] | Ids,
     completion: Completion,
     result: RewardResult | None,
     sample: int = 0,
@@ -106,15 +107,14 @@ class SingleTurn:
         """Every response, not scored yet, and those of them that there is something to score of."""
         prompt = self.prompt(task, ctx)
         completions = await ctx.generate(prompt, task.repeat_times, task.sampling)
+        ids = column(Ids, prompt)  # once for all of them
         aborted = sum(completion.stop == "abort" for completion in completions)
         if aborted or len(completions) != task.repeat_times:
             raise RuntimeError(
                 f"task {task.id}: asked for {task.repeat_times} responses, got {len(completions)}, "
                 f"{aborted} aborted"
             )
-        made = [
-            experience(task, prompt, one, None, sample) for sample, one in enumerate(completions)
-        ]
+        made = [experience(task, ids, one, None, sample) for sample, one in enumerate(completions)]
         return made, [one for one in made if one.stop != "prompt_too_long"]
 
 
