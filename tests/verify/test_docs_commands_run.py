@@ -16,6 +16,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from tests.unit.test_docs_commands import PAGES, ROOT, commands
 
 from runs import MODEL, Run, write_assets
 
-pytestmark = [pytest.mark.verify, pytest.mark.timeout(1200)]
+TEST_S = 1200.0
 RUN_S = 900.0  # a sweep of four runs
 TRANSCRIPT = re.compile(r"^\$ (.*)$", re.MULTILINE)
 NAMED_FILE = re.compile(r"```(?:python|yaml)\n(# ((?!rft/)[\w/]+\.(?:py|yaml))\n.*?)```", re.DOTALL)
@@ -33,7 +34,17 @@ NAMED_ROWS = re.compile(r"```jsonl (\w+)\n(.*?)```", re.DOTALL)
 STARTS_A_RUN = re.compile(r"rft\.train\b|^rft train\b|launch/torchrun\.sh")
 
 GRPO = "model.model_path=DIR buffer.explorer_input.taskset.path=FILE"
+KEPT = (
+    f"experiment=grpo name=kept trainer.checkpoint.versions=all {GRPO} "
+    "'buffer.explorer_input.eval_tasksets=[{name: held_out, path: test.jsonl, "
+    "format: {prompt_type: plaintext}}]'"
+)
 PLACES = (  # what a page leaves to the reader, and what is there
+    (
+        r"(?<=rft\.train) \.\.\. (mode=(?:serve|bench)) explorer\.version=\d+",
+        rf" \1 explorer.version=2 {KEPT}",
+    ),
+    (r"runs/rft/demo(.*--version) 12", r"runs/rft/kept\1 2"),
     (r'^make quickstart(?: ARGS="(.*)")?$', r"python -m rft.train experiment=quickstart \1"),
     (r"^\.\.\. (?=.*taskset=null)", "python -m rft.train experiment=grpo model.model_path=DIR "),
     (r"^\.\.\.", f"python -m rft.train experiment=grpo {GRPO}"),
@@ -58,6 +69,8 @@ MADE_BY = (  # what a command reads, and the command that makes it
     ("runs/rft/quickstart_debug", "rft debug experiment=quickstart"),
     ("runs/rft/quickstart/rft", "python -m rft.train experiment=quickstart debug=fast"),
     ("sqlite:///shared.db", "python -m rft.train experiment=grpo name=shared"),
+    ("runs/rft/kept", "python -m rft.train experiment=grpo name=kept"),
+    ("name=kept", "python -m rft.train experiment=grpo name=kept"),
 )
 UNSAID = (  # runs that a page shows the checkpoints or experiences of, without the command
     "python -m rft.train experiment=sft name=demo model.model_path=DIR trainer.total_steps=20 "
@@ -67,19 +80,28 @@ UNSAID = (  # runs that a page shows the checkpoints or experiences of, without 
     "buffer.explorer_input.taskset.path=FILE "
     "buffer.trainer_input.experience_buffer.storage_type=sql "
     "buffer.trainer_input.experience_buffer.path=sqlite:///$PWD/shared.db",
+    f"python -m rft.train {KEPT}",
 )
 DIFFERS = re.compile(r"^rft ckpt diff ")  # its exit code says so
-SERVES = re.compile(r"^rft (studio|view)|experiment=serve")  # until it is interrupted
+SERVES = re.compile(r"^rft (studio|view)|(experiment|mode)=serve")  # until it is interrupted
 UNDER_WAY = re.compile(r"^rft engines ")  # of the run of two engines in docs/quickstart.md
 ELSEWHERE = (  # command, who runs it or why it cannot be run here
     (
-        r"^make (setup|lint|verify)$|^make setup DEVICE=cpu$",
+        r"^make (setup|lint|verify|env-gym)$|^make setup DEVICE=cpu$",
         "tests: what `make verify`, which runs this test, is or does first",
     ),
     (r"^rft init my_first$", "tests/unit/test_init.py: it asks five questions on a terminal"),
     (r"^make (docs|release)$", "tests/verify/test_docs_site.py tests/verify/test_release.py"),
     (r"^make test", "tests: the suite that this test belongs to, or a part of it"),
-    (r"^make bench$", "bench: hours, and a quiet machine"),
+    (r"^make bench$|-m bench\.", "bench: minutes to hours, and a quiet machine"),
+    (r"^make gpu$", "tests/gpu_model/test_first_hour.py"),
+    (r"^(PIP_NO_INDEX=1 )?make demo$", "tests/verify/test_demo_seeds.py"),
+    (r"^make verify PART=drill$", "tests/verify/test_silent_faults.py"),
+    (r"runs/rft/toy", "tests/unit/test_versions.py"),
+    (
+        r"--verl algorithm\.adv_estimator=grpo data\.train_files=\$HOME",
+        "tests/unit/test_verl_words.py: it is for eight GPUs",
+    ),
     (r"^make quickstart( DEVICE=cpu)?$", "tests/verify/test_quickstart.py"),
     (
         r"^pip install |-m pip wheel |DEVICE=cuda$|^\. \.venv|^apt-get |^docker ",
@@ -185,7 +207,8 @@ def write_what_pages_name(shared: Path) -> None:
         (shared / name).symlink_to("train.jsonl")
     (shared / "test.jsonl").symlink_to("eval.jsonl")
     (shared / "run.yaml").symlink_to(ROOT / "tests" / "unit" / "flat" / "both.yaml")
-    (shared / "launch").symlink_to(ROOT / "launch")
+    for name in ("launch", ".venv-env-gym"):
+        (shared / name).symlink_to(ROOT / name)
     (shared / "assets").symlink_to(".")
     for page in PAGES:
         for text, name in NAMED_FILE.findall(page.read_text(encoding="utf-8")):
@@ -205,6 +228,11 @@ def write_what_pages_name(shared: Path) -> None:
     )
     assert made["ready"], made["problems"]
     (shared / "gsm8k.yaml").write_text(made["yaml"], encoding="utf-8")
+
+
+def run_here(test: Any) -> Any:
+    """For `make verify`: it starts whole runs."""
+    return pytest.mark.verify(pytest.mark.timeout(TEST_S)(test))
 
 
 class Desk:
@@ -276,8 +304,10 @@ def test_every_command_has_a_place() -> None:
         assert all((ROOT / path).exists() for path in who.partition(":")[0].split()), who
     for _, line in MINE:
         assert "..." not in completed(line) and "DIR" not in completed(line), completed(line)
+        assert re.match(r"python -m rft|rft |torchrun |\w+=\S+ launch/", completed(line)), line
 
 
+@run_here
 @pytest.mark.parametrize(("page", "line"), HERE, ids=[f"{page}: {line}" for page, line in HERE])
 def test_it_runs(desk: Desk, page: str, line: str) -> None:
     place, printed = desk.perform(completed(line))
@@ -288,6 +318,7 @@ def test_it_runs(desk: Desk, page: str, line: str) -> None:
         )
 
 
+@run_here
 @pytest.mark.parametrize(
     ("page", "line"), SERVERS, ids=[f"{page}: {line}" for page, line in SERVERS]
 )
@@ -304,6 +335,7 @@ def test_it_serves(desk: Desk, page: str, line: str) -> None:
         assert (run.end(), "Traceback" in run.errors()) == (0, False), run.errors()
 
 
+@run_here
 def test_commands_of_a_run_under_way(tmp_path: Path) -> None:
     """`rft engines` of all pages, in their order, against the run of
     docs/quickstart.md with two engines.
