@@ -326,10 +326,11 @@ def test_it_serves(desk: Desk, page: str, line: str) -> None:
     """It says where, answers there, and ends when it is interrupted."""
     place = desk.place(completed(line))
     with started(completed(line), place) as run:
-        address = run.wait_for(r"http://127\.0\.0\.1:\d+")[0]
-        with urllib.request.urlopen(
-            f"{address}/health" if "serve" in line else address, timeout=60
-        ) as answer:
+        found = run.wait_for(
+            r"(http://127\.0\.0\.1:\d+)([^\s;]*)"
+        )  # with its key, where it wants one
+        asked = f"{found[1]}/health" if "serve" in line else found[0]
+        with urllib.request.urlopen(asked, timeout=60) as answer:
             assert answer.status == 200
         run.process.send_signal(signal.SIGINT)
         assert (run.end(), "Traceback" in run.errors()) == (0, False), run.errors()
