@@ -100,7 +100,7 @@ ELSEWHERE = (  # command, who runs it or why it cannot be run here
     (r"runs/rft/toy", "tests/unit/test_versions.py"),
     (
         r"--verl algorithm\.adv_estimator=grpo data\.train_files=\$HOME",
-        "tests/unit/test_verl_words.py: it is for eight GPUs",
+        "tests/unit/test_docs_commands.py: it is for eight GPUs",
     ),
     (r"^make quickstart( DEVICE=cpu)?$", "tests/verify/test_quickstart.py"),
     (
@@ -182,7 +182,8 @@ def smaller(line: str) -> list[str]:
         keys += ["trainer.total_steps=3", sized, "buffer.total_epochs=1000"]
     else:
         said = 1400 if "tool_use" in line else 16  # what tells of the tools is the prompt
-        keys += ["trainer.total_steps=3", "buffer.batch_size=4", "buffer.total_epochs=1000"]
+        tasks = 32 if "ppo_mini_batch_size=64" in line else 4  # times two, as many as that
+        keys += ["trainer.total_steps=3", "buffer.total_epochs=1000", f"buffer.batch_size={tasks}"]
         keys += ["trainer.max_token_len_per_gpu=8192", "model.max_response_tokens=16"]
         keys += [f"model.max_prompt_tokens={said}"]
         keys += [] if "--config" in line else ["algorithm.repeat_times=2"]
