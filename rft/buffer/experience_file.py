@@ -44,13 +44,16 @@ def is_file(path: str | None) -> bool:
     return path is not None and path.partition("#")[0].endswith(SUFFIXES)
 
 
+def line_of(experience: Experience) -> bytes:
+    return _encoder.encode(experience) + b"\n"
+
+
 def lines_of(part: StoredGroup) -> bytes:
     """The lines of one group."""
-    lines = []
-    for experience in decode(part.experiences, list[Experience]):
+    experiences = decode(part.experiences, list[Experience])
+    for experience in experiences:
         experience.group, experience.timeline = part.group, part.timeline
-        lines.append(_encoder.encode(experience) + b"\n")
-    return b"".join(lines)
+    return b"".join(map(line_of, experiences))
 
 
 def dump(parts: Iterable[StoredGroup], path: Path) -> int:

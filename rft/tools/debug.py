@@ -22,6 +22,7 @@ import msgspec
 
 from rft import config as configs
 from rft import train
+from rft.buffer.experience_file import line_of
 from rft.buffer.store import DEBUGGED
 from rft.config import Config, ConfigError
 from rft.data.chat import load_tokenizer
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> int:
     print("\n".join(shown(config, task, experiences)))
     file = configs.job_dir(config) / DEBUGGED
     with file.open("ab") as lines:
-        lines.writelines(msgspec.json.encode(experience) + b"\n" for experience in experiences)
+        lines.writelines(map(line_of, experiences))
     print(f"\nadded to {file}")
     return 0
 

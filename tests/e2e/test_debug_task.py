@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rft.ground.columns import unpacked
 from rft.ground.experience import Experience
 
 import runs
@@ -24,7 +25,7 @@ def test_one_task_goes_through_a_live_engine(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     job = tmp_path / "rft" / "looked_debug"
     found = [
-        msgspec.json.decode(line, type=Experience)
+        msgspec.json.decode(line, type=Experience, dec_hook=unpacked)
         for line in (job / "experiences.jsonl").read_bytes().splitlines()
     ]
     assert found and all(len(one.logprobs) and one.versions[0].version == 0 for one in found)

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from rft import config as configs
+from rft.buffer import experience_file
 from rft.config import ConfigError
 from rft.ground.experience import Experience, VersionSpan
 from rft.tools import debug
@@ -52,3 +55,25 @@ def test_a_line_per_token_says_all_of_it(assets: Path) -> None:
     assert header.split() == ["#", "id", "trained", "logprob", "version", "token", "reward"]
     assert first.split()[:5] == ["0", "9", "yes", "-0.2500", "7"] and first.endswith("  0")
     assert second.split()[:4] == ["1", "10", "no", "0.0000"] and second.endswith("  1.5")
+
+
+def test_what_it_has_seen_is_a_file_that_a_run_may_train_on(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """`rft debug` twice, with what an engine would have answered."""
+    stages = grpo(assets, tmp_path)
+    seen = Experience(
+        tokens=np.int32([5, 6, 9, 10]),
+        prompt_length=2,
+        action_mask=np.array([True, False]),
+        logprobs=np.float32([-0.25, 0.0]),
+        versions=[VersionSpan(version=0, start=0, end=1)],
+    )
+    monkeypatch.setattr(debug.train, "prepared_stages", lambda composed: stages)
+    monkeypatch.setattr(debug, "attempt", lambda config, task: [seen])
+    configs.job_dir(debug.explored(stages)).mkdir(parents=True)
+    assert debug.main([]) == debug.main(["--row", "1"]) == 0
+    told = capsys.readouterr().out
+    path = Path(told.split("added to ")[1].split()[0])
+    assert told.count("\nexperience ") == 2
+    assert [one for group in experience_file.read(path) for one in group] == [seen, seen]

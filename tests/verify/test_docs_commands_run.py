@@ -115,6 +115,7 @@ ELSEWHERE = (  # command, who runs it or why it cannot be run here
     (r"launch/ray\.sh|^export NCCL_", "tests/verify/test_ray_launch.py"),
     (r"^rft plan .*--cards", "tests/unit/test_planner.py"),
     (r" size=", "tests/unit/test_sizes.py: they are for GPUs of 80 GB"),
+    (r"speculative_config=", "tests/e2e/test_speculation.py: refused on a CPU, as the page says"),
     (r"^rft doctor cluster\.ray_address", "tests/unit/test_machine_rules.py"),
     (r"launch/ray_job\.sh|^ray job stop", "tests/verify/test_ray_launch.py"),
     (
