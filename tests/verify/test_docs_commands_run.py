@@ -325,12 +325,12 @@ def test_it_runs(desk: Desk, page: str, line: str) -> None:
     ("page", "line"), SERVERS, ids=[f"{page}: {line}" for page, line in SERVERS]
 )
 def test_it_serves(desk: Desk, page: str, line: str) -> None:
-    """It says where, answers there, and ends when it is interrupted."""
+    """It says where, with its key if it wants one, answers there, and ends when it is
+    interrupted.
+    """
     place = desk.place(completed(line))
     with started(completed(line), place) as run:
-        found = run.wait_for(
-            r"(http://127\.0\.0\.1:\d+)([^\s;]*)"
-        )  # with its key, where it wants one
+        found = run.wait_for(r"(http://127\.0\.0\.1:\d+)[^\s;]*")
         asked = f"{found[1]}/health" if "serve" in line else found[0]
         with urllib.request.urlopen(asked, timeout=60) as answer:
             assert answer.status == 200
