@@ -2,7 +2,7 @@
 
     <job>/control/owners/trainer          modes both and train
     <job>/control/owners/explorer-<name>  modes both, explore and serve
-    <job>/control/owners/buffer           whoever has the journal, which is not shared (no SQL)
+    <job>/control/owners/buffer-<hash>    whoever has the journal, by where that is (no SQL)
     <job>/control/owners/bench            mode bench
 
 In: a stage's config. Out: the locks of its roles, held until the end; a `ConfigError` that says who
@@ -19,6 +19,10 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+import xxhash
+
+from rft.buffer.experience_file import KEY
+from rft.buffer.store import journal_of
 from rft.checkpoint import fence
 from rft.config import TRAINING, Config, ConfigError, job_dir
 from rft.ground import durable
@@ -46,9 +50,10 @@ def roles(config: Config) -> list[str]:
     found = ["trainer"] if config.mode in TRAINING else []
     if config.mode != "train":
         found.append(f"explorer-{config.explorer.name}")
-    shared = config.buffer.trainer_input.experience_buffer.storage_type == "sql"
-    if not shared and not reads_files(config):
-        found.append("buffer")
+    buffer = config.buffer.trainer_input.experience_buffer
+    if buffer.storage_type != "sql" and not reads_files(config):
+        journal = Path(journal_of(buffer, job_dir(config))).resolve()
+        found.append(f"buffer-{xxhash.xxh3_64_hexdigest(bytes(journal))}")
     return found
 
 
@@ -100,4 +105,8 @@ def _taken(path: Path, role: str, config: Config) -> str:
     fix = "wait for its end, stop it, or give this run a `name` of its own"
     if role.startswith("explorer-"):
         fix += ", or this explorer an explorer.name"
-    return f"{job_dir(config)}: {who} is its {role.replace('-', ' ', 1)}: {fix}"
+    what = f"is its {role.replace('-', ' ', 1)}"
+    if role.startswith("buffer-"):
+        what = "has its journal"
+        fix += f", or a journal elsewhere ({KEY})"
+    return f"{job_dir(config)}: {who} {what}: {fix}"

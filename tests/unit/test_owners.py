@@ -26,11 +26,18 @@ sys.stdin.read()
 """
 
 
-def config(root: Path, mode: str = "both", explorer: str = "explorer", sql: bool = True) -> Config:
+def config(
+    root: Path,
+    mode: str = "both",
+    explorer: str = "explorer",
+    sql: bool = True,
+    journal: str | None = None,
+) -> Config:
     found = Config(name="a", mode=mode, checkpoint_root_dir=str(root))  # type: ignore[arg-type]
     found.explorer.name = explorer
     kind: Literal["sql", "queue"] = "sql" if sql else "queue"
-    found.buffer.trainer_input.experience_buffer.storage_type = kind
+    buffer = found.buffer.trainer_input.experience_buffer
+    buffer.storage_type, buffer.path = kind, journal and str(root / journal)
     return found
 
 
@@ -85,7 +92,13 @@ def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
         ({"mode": "explore"}, {"mode": "serve"}, "explorer explorer"),
         ({"mode": "bench"}, {"mode": "bench"}, "bench"),
         # a journal is one process's
-        ({"mode": "train", "sql": False}, {"mode": "explore", "sql": False}, "buffer"),
+        ({"mode": "train", "sql": False}, {"mode": "explore", "sql": False}, "journal"),
+        ({"mode": "train", "sql": False}, {"mode": "serve", "sql": False, "journal": "b"}, None),
+        (
+            {"mode": "train", "sql": False, "journal": "b"},
+            {"mode": "serve", "sql": False, "journal": "c/../b"},
+            "journal",
+        ),
     ],
 )
 def test_parts_that_work_together_share_the_directory(
@@ -97,7 +110,7 @@ def test_parts_that_work_together_share_the_directory(
             with owners.held(other):
                 assert owners.place(one) != owners.place(other), "each has its resolved.yaml"
         else:
-            with pytest.raises(ConfigError, match=f"is its {refused}: "):
+            with pytest.raises(ConfigError, match=rf"(is|has) its {refused}: "):
                 owners.hold(other)
     with owners.held(other):
         pass  # a refusal has left none of its locks

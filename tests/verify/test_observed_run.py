@@ -44,17 +44,22 @@ def reward(response, truth, task, api_key="", **args):
 @contextmanager
 def process_table(run: runs.Run) -> Iterator[set[str]]:
     """Command lines of all processes of the run meanwhile, looked at again and again; but of the
-    one that was started here, whose words are the user's own.
+    one that was started here, whose words are the user's own, and its children's have until they
+    execute something.
     """
     found, over = set[str](), threading.Event()
 
+    def line(pid: int) -> str:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return words.replace(b"\0", b" ").decode(errors="replace").strip()
+
     def look() -> None:
+        own = line(run.process.pid)
         while not over.wait(0.1):
             for process in run.family():
-                if process.pid != run.process.pid:
-                    with suppress(OSError):  # it has ended
-                        words = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-                        found.add(words.replace(b"\0", b" ").decode(errors="replace").strip())
+                with suppress(OSError):  # it has ended
+                    found.add(line(process.pid))
+            found.discard(own)
 
     thread = threading.Thread(target=look)
     thread.start()
