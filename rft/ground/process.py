@@ -249,17 +249,29 @@ def end_descendants(grace_s: float = 0.0, spare: Iterable[int] = ()) -> None:
     `spare`: processes that, with their own children, are waited for and then left alone.
     """
     deadline = time.monotonic() + grace_s
-    while found := psutil.Process().children(recursive=True):
+    while _has_children():
+        # one whose parent ends in this moment is not found; then it is this process's own child
+        found = psutil.Process().children(recursive=True)
         _, alive = psutil.wait_procs(found, timeout=max(0.0, deadline - time.monotonic()))
-        alive = [process for process in alive if not is_spared(process, set(spare))]
-        if not alive:
+        others = [process for process in alive if not is_spared(process, set(spare))]
+        if alive and not others and len(alive) == len(found):
             return
         if time.monotonic() > deadline + KILL_WAIT_S:
-            log.error("these processes cannot be killed: %s", alive)
+            log.error("these processes cannot be killed: %s", others)
             return
-        log.warning("killing %s", alive)
-        kill_these(alive)
-        psutil.wait_procs(alive, timeout=KILL_WAIT_S)
+        if others:
+            log.warning("killing %s", others)
+            kill_these(others)
+            psutil.wait_procs(others, timeout=KILL_WAIT_S)
+
+
+def _has_children() -> bool:
+    """Ended ones that nobody has waited for are children too."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def family(pid: int) -> list[psutil.Process]:

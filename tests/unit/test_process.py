@@ -426,6 +426,31 @@ end_descendants()
     assert not psutil.pid_exists(int(done.stdout))
 
 
+def test_nobody_is_left_behind_whose_parent_ends_during_the_look() -> None:
+    """All that was found has ended by itself, and somebody is left who was not found."""
+    program = f"""
+import psutil
+from test_process import lives
+process.adopt_orphans()
+middle = "import subprocess, sys; sys.stdin.read(); " \\
+    "subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
+pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+parent = subprocess.Popen([sys.executable, "-c", middle, {DAEMON!r}], **pipes)
+wait_procs = psutil.wait_procs
+def ends_meanwhile(found, timeout):
+    psutil.wait_procs = wait_procs
+    parent.stdin.close()
+    left.append(psutil.Process(int(parent.stdout.readline())))
+    parent.wait()
+    return wait_procs(found, timeout)
+left, psutil.wait_procs = [], ends_meanwhile
+process.end_descendants()
+print(lives(left[0]))
+process.kill_these(left)
+"""
+    assert scripted(program) == "False"
+
+
 @pytest.mark.parametrize(("says", "code"), [("end.code = 3", 3), ("raise KeyError('x')", 1)])
 def test_a_short_exit_leaves_nothing_out_but_pythons_own_end(says: str, code: int) -> None:
     program = f"""
