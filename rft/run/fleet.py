@@ -149,15 +149,20 @@ class EngineFleet:
 
     def reintroduce(self) -> None:
         """The synchronizer begins anew: it hears which engines live, until those that it has heard
-        of are those that do.
+        of are those that do, or the run ends.
         """
+        import ray
+
         told: dict[str, EngineHandle] = {}
         while not self.closing and self.synchronizer is not None:
             with self._lock:
                 living = {e.name: e.handle for e in self.engines.values() if e.is_known}
-            self._ask(Synchronizer.recover, living)
-            for name in told.keys() - living.keys():
-                self._tell(Synchronizer.leave, name, "it ended")
+            try:
+                self._ask(Synchronizer.recover, living)
+                for name in told.keys() - living.keys():
+                    self._tell(Synchronizer.leave, name, "it ended")
+            except ray.exceptions.RayActorError:  # the run ends
+                return
             with self._lock:
                 known = {e.name: e.handle for e in self.engines.values() if e.is_known}
             if known == living:

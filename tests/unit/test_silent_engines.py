@@ -1,4 +1,6 @@
-"""When an engine counts as silent: by its actor's word of vLLM, and in the supervisor's count."""
+"""When an engine counts as silent: by its actor's word of vLLM, and in the supervisor's count; and
+a synchronizer that is silent because the run ends.
+"""
 
 import asyncio
 import functools
@@ -139,3 +141,20 @@ def test_silence_is_counted_from_one_sign_of_life_to_the_next(
     made = EngineFleet(lambda *_: None, None, 0, lambda *_: None, print)  # type: ignore
     with pytest.raises((TimeoutError, RuntimeError), match=ends):
         made._attend(ActorHandle(actor), "end")
+
+
+def test_a_run_that_ends_while_it_starts_leaves_the_synchronizer_unasked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal while the parts load: the actor is gone before it heard which engines live."""
+    made = EngineFleet(lambda *_: None, None, 0, lambda *_: None, print)  # type: ignore
+
+    def get(reference: str, timeout: float | None = None) -> None:
+        made.close()
+        raise ray.exceptions.ActorDiedError
+
+    monkeypatch.setattr(ray, "get", get)
+    asked = SimpleNamespace(recover=SimpleNamespace(remote=lambda *_: "recover"))
+    made.synchronizer = ActorHandle(asked)
+    made.reintroduce()
+    assert made.closing
