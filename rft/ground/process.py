@@ -1,7 +1,7 @@
 """What rft knows about processes: how one is started, talks, ends with its parent and has ended,
 and how nobody is left behind.
 
-    Child.start ──► python -m MODULE <socket fd> <parent pid>   (own session)
+    Child.start ──► python -m MODULE <socket fd> <parent pid>   (own process group)
     Child.send, receive: messages
     Child.kill ──► its whole family; a reader wakes with EOF
 
@@ -376,8 +376,10 @@ def raise_open_files() -> None:
 
 def parents_socket() -> socket.socket | None:
     """For the module that is run: the socket to its parent; None if that died before this process
-    could be tied to its life.
+    could be tied to its life. Whoever asks the run's terminal gets an error, and is not stopped.
     """
+    for number in (signal.SIGTTIN, signal.SIGTTOU):
+        signal.signal(number, signal.SIG_IGN)
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)  # not for the processes that user code starts
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -385,8 +387,12 @@ def parents_socket() -> socket.socket | None:
 
 
 class Child:
-    """One child process at a time, `python -m MODULE <socket fd> <parent pid>` in a session of its
-    own, the socket to it, and the killed ones that are not reaped yet.
+    """One child process at a time, `python -m MODULE <socket fd> <parent pid>` in a process group
+    of its own, the socket to it, and the killed ones that are not reaped yet.
+
+    No session of its own: where Linux shares cores among sessions first (autogroup, see sched(7)),
+    one that sleeps most of the time was seen to wait for more than a second, beside an engine on
+    the same core, each time it was asked.
 
     `command`, `environment`: instead of that module, a program that gets these two arguments.
     """
@@ -422,7 +428,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                process_group=0,
                 env=foreign("rewards") | thread_environment(1) | python_path()
                 if self._environment is None
                 else {**self._environment, **thread_environment(1)},

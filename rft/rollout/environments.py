@@ -1,7 +1,7 @@
 """Environments as processes of another Python: which one is meant, how episodes find a place in
 one, and what becomes of it when it fails.
 
-    workflow ── Environments.episode ──► place in a process (own session, own virtual environment)
+    workflow ── Environments.episode ──► place in a process (own group and virtual environment)
              ◄── reset, step, drive ──── python -E rft/extras/environments/server.py ──► a class
 
 In: `EnvironmentSettings`, out of `workflow_args`. Out: what an environment answers, checked, or

@@ -1,7 +1,7 @@
 """Runs reward functions in child processes that can be killed: groups of responses in, one
 `RewardResult` each out.
 
-    score(group) ──► idle worker ── one request ──►  process (own session)
+    score(group) ──► idle worker ── one request ──►  process (own process group)
             deadline per item, counted by the pool
                           ▲         ◄── a reply per item ──
                           └── killed with its process group and replaced, when it hangs or dies

@@ -618,16 +618,21 @@ asyncio.run(main())
     assert not psutil.pid_exists(int(done.stdout))
 
 
-def test_a_worker_has_its_own_session_and_writes_no_core(tmp_path: Path) -> None:
+def test_a_worker_leads_a_group_of_this_session_is_not_stopped_by_its_terminal_and_writes_no_core(
+    tmp_path: Path,
+) -> None:
+    """A session would be a scheduling group of its own, which waits for long on a busy core."""
     (tmp_path / "look.py").write_text(
-        "import os, resource\n"
+        "import os, resource, signal\n"
         "def look(response, truth, task):\n"
-        "    return {'session': os.getsid(0) == os.getpid(), 'core': "
-        "resource.getrlimit(resource.RLIMIT_CORE)[0]}\n"
+        "    return {'leads': os.getpgid(0) == os.getpid(), 'session': os.getsid(0),\n"
+        "            'stops': signal.getsignal(signal.SIGTTIN) != signal.SIG_IGN,\n"
+        "            'core': resource.getrlimit(resource.RLIMIT_CORE)[0]}\n"
     )
 
     async def body(pool: RewardPool) -> None:
         (result,) = await pool.score([(task(f"{tmp_path / 'look.py'}:look"), "")])
-        assert result.metrics == {"session": 1.0, "core": 0.0}
+        expected = {"leads": 1.0, "session": float(os.getsid(0)), "stops": 0.0, "core": 0.0}
+        assert result.metrics == expected
 
     with_pool(body)

@@ -240,6 +240,8 @@ def main() -> None:
     if sys.argv[1] in ("--check", "--rows"):
         once(sys.argv[1])
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    for number in (signal.SIGTTIN, signal.SIGTTOU):  # who asks the run's terminal gets an error
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == parent:
