@@ -3,7 +3,10 @@
 In: evaluation tasksets and the version that the engines serve. Out: one `EvalResult` per set.
 Invariant: every task of a set counts: one that fails for good is wrong, and a set of which all fail
 is no result but `AllTasksFail`. Beside tasks of training an evaluation takes a small part of the
-engines only, so that steps take no longer for it, and as much as there is as soon as it is alone.
+engines only, so that steps take no longer for it, and as much as there is when it is alone. An
+engine that is free between two batches is not: the next one comes with the publication that the
+evaluation came with. So it is alone where no task of training was ever begun, and where none was
+under way, and none began, for as long as an evaluated one took.
 
 With `repeat_times` n above 1 a set also has, for reward and each of its parts, `mean@n`, `std@n`,
 and for k = 2, 4, ..., n what the best and the worst of k answers are expected to be (`best@k`,
@@ -14,7 +17,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
-from math import comb
+from math import comb, inf
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ import numpy as np
 from rft.data.taskset import Taskset
 from rft.ground.experience import PEERS, EvalResult, Experience, Task
 from rft.rollout.engine import EngineUnavailable
+from rft.rollout.pool import ResizableSemaphore
 from rft.rollout.runner import AllTasksFail, Runner, one_line
 
 log = logging.getLogger(__name__)
@@ -40,18 +44,18 @@ class Evaluator:
 
     async def run(self, version: int) -> list[EvalResult]:
         """Every set once, one after the other."""
-        return [await self._evaluate(taskset, version) for taskset in self.tasksets]
+        limit = self.runner.shared.pool.slots(self._at_once(since=0))
+        return [await self._evaluate(taskset, version, limit) for taskset in self.tasksets]
 
-    async def _evaluate(self, taskset: Taskset, version: int) -> EvalResult:
+    async def _evaluate(
+        self, taskset: Taskset, version: int, limit: ResizableSemaphore
+    ) -> EvalResult:
         taskset.seek({"epoch": 0, "index": 0})
         tasks = list(taskset)
-        pool = self.runner.shared.pool
-        limit = pool.slots(self._at_once())
 
         async def run(number: int, task: Task) -> list[Experience] | Exception:
             async with limit:
-                limit.each = self._at_once()
-                limit.resize(len(pool.open()))
+                since = self.runner.begun
                 try:
                     return await self.runner.run(-1 - number, task)
                 except EngineUnavailable:
@@ -61,6 +65,9 @@ class Evaluator:
                         "evaluation of task %s failed for good: %s", task.id, one_line(error)
                     )
                     return error
+                finally:
+                    limit.each = self._at_once(since)
+                    limit.resize(len(self.runner.shared.pool.open()))
 
         outcomes = await asyncio.gather(*(run(i, t) for i, t in enumerate(tasks)))
         failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
@@ -76,11 +83,18 @@ class Evaluator:
         ]
         return summarise(taskset.name, version, len(tasks), done, self.runner.shared.tokenizer)
 
-    def _at_once(self) -> int:
-        """Tasks of one engine, now."""
-        others = sum(one.task.repeat_times for one in self.runner.under_way if one.group >= 0)
-        engines = max(1, len(self.runner.shared.pool.open()))
-        return max(LEAST, int(BESIDE * others / engines)) if others else AT_ONCE
+    def _at_once(self, since: int) -> int:
+        """Tasks of one engine, now. `since`: how many of training had begun when a task began that
+        has ended now; 0 before the first.
+        """
+        runner = self.runner
+        others = sum(one.task.repeat_times for one in runner.under_way if one.group >= 0)
+        if not others and runner.begun == since:
+            return AT_ONCE
+        each = others / max(1, len(runner.shared.pool.open()))
+        places = runner.config.rollout_model.max_num_seqs or inf
+        # what an engine has no place for waits inside it, and is not beside anything yet
+        return max(LEAST, int(BESIDE * min(each, places / (1 + BESIDE))))
 
 
 def summarise(

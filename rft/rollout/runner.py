@@ -95,6 +95,7 @@ class Runner:
         self.counts: Counter[str] = Counter()  # of training tasks
         self.seconds = 0.0  # of those that succeeded, together
         self.under_way: set[UnderWay] = set()
+        self.begun = 0  # tasks of training, ever
 
     async def run(
         self, group: int, task: Task, start: int = 0, answers: GroupAnswers | None = None
@@ -109,6 +110,7 @@ class Runner:
         limit = self.limit() if group >= 0 else self.config.max_timeout
         here = UnderWay(group, task, loop.time(), limit, start, loop.create_future(), answers)
         self.under_way.add(here)
+        self.begun += group >= 0
         job = asyncio.create_task(self._attempts(here))
         try:
             await asyncio.wait({job, here.cut}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)

@@ -11,7 +11,14 @@ import msgspec
 import psutil
 import pytest
 
-from rft.config import Config, ExplorerConfig, FormatConfig, ModelConfig, TasksetConfig
+from rft.config import (
+    Config,
+    ExplorerConfig,
+    FormatConfig,
+    ModelConfig,
+    RolloutModelConfig,
+    TasksetConfig,
+)
 from rft.ground.experience import (
     EvalResult,
     Experience,
@@ -523,6 +530,58 @@ def test_an_evaluation_takes_few_turns_beside_training_and_all_when_it_is_alone(
 
     beside, alone = asyncio.run(scenario())
     assert beside == 10 and alone > 100
+
+
+def test_an_engine_that_is_free_between_two_batches_is_not_the_evaluations_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Evaluation and next batch come with the same publication, the evaluation first. It has an
+    eighth of what of training an engine decodes at a time, however much waits inside it, and all of
+    the engine when nothing of training was there for as long as an evaluated task took.
+    """
+    running: set[int] = set()
+    turn, ends = asyncio.Event(), asyncio.Event()
+
+    async def behaviour(task: Task) -> list[Experience]:
+        if task.repeat_times > 1:
+            await ends.wait()
+            return made()
+        running.add(task.row)
+        await turn.wait()
+        running.discard(task.row)
+        return made()
+
+    async def idle() -> None:
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    async def wave() -> int:
+        """What runs of the evaluation; it ends, and what may begins."""
+        await idle()
+        size = len(running)
+        turn.set()
+        turn.clear()
+        await idle()
+        return size
+
+    async def scenario() -> list[int]:
+        engine = RolloutModelConfig(max_num_seqs=90)
+        actor = explorer(behaviour, monkeypatch, count=200, rollout_model=engine)
+        group = msgspec.structs.replace(tasks(1)[0], repeat_times=800)
+        ends.set()
+        await actor.runner.run(0, group)  # the batch before
+        ends.clear()
+        evaluating = asyncio.create_task(actor.evaluate(1))
+        await idle()
+        training = asyncio.create_task(actor.runner.run(1, group))
+        sizes = [await wave(), await wave()]
+        ends.set()
+        await training
+        sizes += [await wave(), await wave()]
+        await evaluating
+        return sizes
+
+    assert asyncio.run(scenario()) == [8, 10, 10, 172]
 
 
 def test_an_evaluation_tells_which_versions_it_was_really_of() -> None:
