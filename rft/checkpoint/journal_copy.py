@@ -10,7 +10,7 @@
 In: a journal's directory, which its buffer goes on writing (`rft.buffer.journal`); never locked,
 never changed. Out: a directory that a journal opens, up to a position that was durable. Invariants:
 bytes before that position never change, so that what is there is never sent again; a copy is told
-of only when it is on the disk. No torch.
+of only when it is on the disk; what has come opens as a journal at every moment. No torch.
 """
 
 import logging
@@ -112,15 +112,19 @@ def take(line: PeerLine, told: JournalFiles, place: Path) -> None:
         if not Path(name).stem.isdecimal() or Path(name).suffix not in (".log", ".base"):
             raise AgentRefused(f"{name} is no file of a journal")
     place.mkdir(parents=True, exist_ok=True)
-    held = [_size(place / name, size) for name, size in told.files]
+    growing = [_growing(place / name, size) for name, size in told.files]
+    held = [_size(path, size) for path, (_, size) in zip(growing, told.files, strict=True)]
     line.send(JournalHeld(held))
-    for (name, size), begin in zip(told.files, held, strict=True):
-        with (place / name).open("ab") as file:
+    for path, (_, size), begin in zip(growing, told.files, held, strict=True):
+        with path.open("ab") as file:
             file.truncate(begin)
             while begin < size:
                 begin += _piece(line, file.fileno(), size - begin)
             file.flush()
             os.fsync(file.fileno())
+    # the base first: of logs without it there would be a gap before those behind it
+    for path, (name, _) in zip(growing, told.files, strict=True):
+        path.replace(place / name)
     durable.sync_directory(place)
     durable.put(place / MARK, marked(told.position))
     kept = {name for name, _ in told.files} | {MARK}
@@ -128,6 +132,15 @@ def take(line: PeerLine, told: JournalFiles, place: Path) -> None:
         if path.name not in kept:
             path.unlink()
     line.send(JournalStored())
+
+
+def _growing(final: Path, wanted: int) -> Path:
+    """Where the bytes of a file go: behind those of a log that is there; of a new one beside its
+    place, under a name that a journal passes over, until all files are whole.
+    """
+    there = final.stat().st_size if final.exists() else -1
+    is_begun = there == wanted or (final.suffix == ".log" and 0 <= there < wanted)
+    return final if is_begun else final.with_name(f"{final.name}.tmp")
 
 
 def _size(path: Path, wanted: int) -> int:

@@ -290,6 +290,45 @@ def test_the_journal_travels_piece_by_piece_and_takes_its_place(tmp_path: Path) 
         one.close()
 
 
+def test_a_copy_that_breaks_off_opens_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node of the buffer is lost while a compacted journal is on its way."""
+    control = tmp_path / "control"
+    journal = Journal(tmp_path / "a", segment_bytes=4000)
+    for number in range(30):
+        journal.append([b"%d" % number * 100])
+    journal.sync()
+    copied(journal.directory, control, journal.position)
+    before = list(payloads(journal.directory))
+    journal.append([b"behind the copy" * 400])
+    cut = journal.cut(journal.position)
+    assert cut is not None
+    journal.install(journal.write_base(cut, [b"kept" * 100, b"too"]))
+    journal.append([b"more"])
+    journal.sync()
+    monkeypatch.setattr(journal_copy, "SYNC_S", 0.1)  # for word from whoever is gone
+    take_piece = journal_copy._piece
+    for whole_pieces in (0, 1):  # of the base, of the log behind it
+        left = iter(range(whole_pieces))
+
+        def piece(line: PeerLine, descriptor: int, size: int, left: Any = left) -> int:
+            if next(left, None) is None:
+                os.write(descriptor, b"torn")
+                raise ConnectionError("its node is gone")
+            return take_piece(line, descriptor, size)
+
+        monkeypatch.setattr(journal_copy, "_piece", piece)
+        with pytest.raises(OSError):
+            copied(journal.directory, control, journal.position)
+        place = tmp_path / f"b{whole_pieces}" / "journal"
+        assert journal_copy.bring_back(control, place) is not None
+        opened = Journal(place)
+        assert list(payloads(place)) == before and opened.append([b"on"])
+        opened.close()
+    journal.close()
+
+
 def test_a_new_run_without_a_second_node_is_refused(memory_path: Path) -> None:
     config = trainer_config(memory_interval=1, replicas=1)
     manager = CheckpointManager(memory_path / "c", Ranks(1).member(0), config)
