@@ -10,7 +10,8 @@
 In: a journal's directory, which its buffer goes on writing (`rft.buffer.journal`); never locked,
 never changed. Out: a directory that a journal opens, up to a position that was durable. Invariants:
 bytes before that position never change, so that what is there is never sent again; a copy is told
-of only when it is on the disk; what has come opens as a journal at every moment. No torch.
+of only when it is on the disk; where one is, it opens as a journal while the next one comes. No
+torch.
 """
 
 import logging
