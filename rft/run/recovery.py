@@ -56,6 +56,7 @@ class RankWatch:
         self.peers_s = peers_s
         self.killed_s = killed_s
         self._died_at: float | None = None
+        self._taken_at: float | None = None  # an end that the parent saw first: of which kind, it knows
         self._is_over = threading.Event()
         self._ranks: dict[int, int] = {}  # process numbers and what is held of each
         self._others = {child.pid for child in psutil.Process().children()} - apart()  # no ranks
@@ -65,12 +66,14 @@ class RankWatch:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """They have all ended."""
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        """They have all ended; `failed`: one not well."""
         self._is_over.set()
         self._thread.join()
         for descriptor in self._ranks.values():
             os.close(descriptor)
+        if self._died_at is None and failed is not None:
+            self._died_at = self._taken_at or time.monotonic()
         if self._died_at is not None:
             note(self.log_dir, self._died_at)
 
@@ -86,7 +89,12 @@ class RankWatch:
                     ends.register(self._ranks[pid], select.POLLIN)
             for descriptor, _ in ends.poll(1000 * LOOK_S):
                 ends.unregister(descriptor)
-                if self._died_at is None and (how := failure_of(descriptor)) is not None:
+                try:
+                    how = failure_of(descriptor)
+                except ChildProcessError:
+                    self._taken_at = self._taken_at or time.monotonic()
+                    continue
+                if self._died_at is None and how is not None:
                     self._died_at = time.monotonic()
                     grace_s = self.killed_s if how == -signal.SIGKILL else self.peers_s
             died_at = self._died_at
@@ -98,12 +106,9 @@ class RankWatch:
 
 def failure_of(descriptor: int) -> int | None:
     """Exit code of this child, which has ended, or less the signal that it died of; None: it ended
-    well. That stays with its parent; one whose parent has it already has been noticed.
+    well. That stays with its parent; ChildProcessError: the parent has it already.
     """
-    try:
-        ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:
-        return None
+    ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     if ended is None or (ended.si_code == os.CLD_EXITED and ended.si_status == 0):
         return None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

@@ -33,6 +33,16 @@ def test_peers_of_a_rank_that_was_killed_have_nothing_to_tell(tmp_path: Path) ->
         assert peer.wait(PATIENCE) == dead.wait() == -9
 
 
+def test_a_death_that_the_launcher_met_first_is_noted_too(tmp_path: Path) -> None:
+    """Torch looks ten times a second, and takes the exit code: the watch may come later."""
+    with pytest.raises(ChildProcessError), RankWatch(tmp_path, 1):
+        dead = subprocess.Popen([sys.executable, "-c", HANGS])
+        dead.kill()
+        dead.wait()
+        raise ChildProcessError
+    assert Recovery.of(tmp_path).died_at is not None
+
+
 def test_ranks_that_end_well_are_left_alone_and_nothing_is_noted(tmp_path: Path) -> None:
     with RankWatch(tmp_path, 2, peers_s=0.0):
         done = subprocess.Popen([sys.executable, "-c", ""])
