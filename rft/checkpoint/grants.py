@@ -6,9 +6,9 @@ last attempt have granted.
                             nobody listens there any more: granted too │ no answer: nobody knows
          more than half granted, or the operator says that the others are lost ─► it goes on
 
-In: what this node remembers of the last attempt. Out: nothing, or a ConfigError that says which
-nodes did not answer. Invariant: of two halves of a network at most one goes on by itself; an agent
-grants a number to one caller.
+In: what the nodes of the new attempt remember of earlier ones. Out: nothing, or a ConfigError that
+says which nodes did not answer. Invariant: of two halves of a network at most one goes on by
+itself; an agent grants a number to one caller.
 """
 
 import contextlib
@@ -16,6 +16,8 @@ import logging
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import msgspec
 
 from rft.checkpoint import fence
 from rft.checkpoint.peers import Remembered, dial, remembered
@@ -27,10 +29,26 @@ KEY = "trainer.checkpoint.take_over"
 Address = tuple[str, int]
 
 
-def require(control: Path, epoch: int, takes_over: bool) -> None:
-    """Attempt `epoch`, which this control directory has given, may go on. Raises ConfigError."""
-    known = remembered(control)
-    if known is None or known.is_shared or not known.at:  # the directory decides
+class NodeKnown(msgspec.Struct, frozen=True):
+    """What a rank's node has seen of this run. `newest`: number of an attempt."""
+
+    newest: int
+    last: Remembered | None
+
+    @classmethod
+    def of(cls, control: Path) -> "NodeKnown":
+        last = remembered(control)
+        return cls(max(fence.newest_epoch(control), last.epoch if last else 0), last)
+
+
+def require(control: Path, epoch: int, nodes: list[NodeKnown], takes_over: bool) -> None:
+    """Attempt `epoch`, which this control directory has given, may go on; `nodes`: of every rank,
+    in their order. Raises ConfigError.
+    """
+    known = max((one.last for one in nodes if one.last), key=lambda one: one.epoch, default=None)
+    if known is None or not known.at:
+        return
+    if known.is_shared and nodes[0].last == known:  # the directory decides
         return
     token = secrets.token_hex(8)
     fence.sign_epoch(control, epoch, token)

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from rft import config as configs
 from rft.checkpoint import catalog
 from rft.config import Config
@@ -37,6 +39,7 @@ from rft.run.stages import bring_models, write_result
 from rft.trainer import control
 
 if TYPE_CHECKING:
+    from rft.checkpoint.grants import NodeKnown
     from rft.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -198,7 +201,7 @@ def _train(rank: Rank, mesh: TrainerMesh) -> None:
         models = rank.backend.build_models(mesh)
     rank.recovery.mark("build")
     log.info("rank %d of %d: %s", mesh.rank, mesh.world, models.policy.describe())
-    epoch = mesh.broadcast(take_epoch(rank) if mesh.rank == 0 else None)
+    epoch = take_epoch(rank, mesh)
     built = assembly.assemble(
         rank.backend, mesh, models, epoch, lambda: bool(rank.stopping), rank.recovery, tokenizer
     )
@@ -219,23 +222,32 @@ def _train(rank: Rank, mesh: TrainerMesh) -> None:
     models.close()
 
 
-def take_epoch(rank: Rank) -> int:
-    """Let the agents of the last attempt finish what they hold, then begin a new one."""
+def take_epoch(rank: Rank, mesh: TrainerMesh) -> int:
+    """Let the agents of the last attempt finish what they hold, then begin a new one: above all
+    that any rank's node knows of, for the first node may be a new one. Collective.
+    """
     from rft.checkpoint import fence, grants
-    from rft.checkpoint.peers import remembered
+
+    control = fence.control_dir(rank.backend.job)
+    nodes = mesh.gather(msgspec.to_builtins(grants.NodeKnown.of(control)))
+    if nodes is None:
+        return int(mesh.broadcast(None))
+    return int(mesh.broadcast(_new_epoch(rank, msgspec.convert(nodes, list[grants.NodeKnown]))))
+
+
+def _new_epoch(rank: Rank, nodes: "list[NodeKnown]") -> int:
+    from rft.checkpoint import fence, grants
     from rft.checkpoint.storage import open_storage
 
     rank.waiting_for = "the last attempt's checkpoint"
-    control = fence.control_dir(rank.backend.job)
-    fence.await_agents(control, rank.config.trainer.checkpoint.agent_deadline_s, log.warning)
+    control, checkpoint = fence.control_dir(rank.backend.job), rank.config.trainer.checkpoint
+    fence.await_agents(control, checkpoint.agent_deadline_s, log.warning)
     rank.waiting_for = ""
     written = catalog.list_entries(open_storage(configs.checkpoint_root(rank.config)))
-    checkpoint = rank.config.trainer.checkpoint
-    before = remembered(control)
-    known = [entry.epoch for entry in written] + [before.epoch if before else 0]
+    known = [entry.epoch for entry in written] + [node.newest for node in nodes]
     epoch = fence.take_epoch(control, above=max(known))
     if checkpoint.replicas:
-        grants.require(control, epoch, checkpoint.take_over)
+        grants.require(control, epoch, nodes, checkpoint.take_over)
     return epoch
 
 

@@ -56,7 +56,7 @@ class RankWatch:
         self.peers_s = peers_s
         self.killed_s = killed_s
         self._died_at: float | None = None
-        self._taken_at: float | None = None  # an end that the parent saw first: of which kind, it knows
+        self._taken_at: float | None = None  # an end that the parent saw first, of any kind
         self._is_over = threading.Event()
         self._ranks: dict[int, int] = {}  # process numbers and what is held of each
         self._others = {child.pid for child in psutil.Process().children()} - apart()  # no ranks

@@ -22,6 +22,7 @@ from states import PATIENCE, Ranks, State, apart, equal, trainer_config, until, 
 from bench.faults.nodes import Cluster
 from rft.buffer.journal import Journal, payloads
 from rft.checkpoint import fence, grants, journal_copy, replicas
+from rft.checkpoint.grants import NodeKnown
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.neighbours import Seat, refusals
 from rft.checkpoint.parts import choose
@@ -208,27 +209,41 @@ def granting(run: RunKey, control: Path, ends: ExitStack) -> tuple[str, int]:
 
 def test_an_attempt_goes_on_that_most_agents_have_granted(tmp_path: Path) -> None:
     run, stranger = RunKey.new(), RunKey.new()
-    starts = [tmp_path / name for name in ("one", "other")]
+    starts = [tmp_path / name for name in ("one", "other", "new")]
     with ExitStack() as ends:
         agents = [granting(run, tmp_path / f"node{n}", ends) for n in range(2)]
         silent = granting(stranger, tmp_path / "cut off", ends)
         with socket.create_server(("127.0.0.1", 0)) as ended:
             gone = ended.getsockname()
-        for control in starts:
+        for control in starts[:2]:
             remember(control, Remembered(run, 1, [*agents, silent]))
             assert fence.take_epoch(control, above=1) == 2
-        grants.require(starts[0], 2, takes_over=False)
-        # the other start has the same number, and comes too late, whatever its operator says
-        with pytest.raises(ConfigError, match="attempt 2 of this run does not go on: .* another"):
-            grants.require(starts[1], 2, takes_over=True)
+        first, other, new = (NodeKnown.of(control) for control in starts)
+        assert [first.newest, new.newest, new.last] == [2, 0, None]
+        grants.require(starts[0], 2, [first], takes_over=False)
+        # another start has the same number, and comes too late, whatever its operator says; also
+        # one whose first node is new, and knows nothing itself
+        assert fence.take_epoch(starts[2], above=1) == 2
+        for control, nodes in ((starts[1], [other]), (starts[2], [new, other])):
+            with pytest.raises(ConfigError, match="attempt 2 of this run does not go on: .* anoth"):
+                grants.require(control, 2, nodes, takes_over=True)
         # the agents publish nothing of the attempt before
         assert [fence.newest_epoch(tmp_path / f"node{n}") for n in range(2)] == [2, 2]
         for at, is_enough in (([agents[0], silent], False), ([gone, gone, silent], True)):
             remember(starts[0], Remembered(run, 2, at))
+            nodes = [NodeKnown.of(starts[0])]
             if not is_enough:
                 with pytest.raises(ConfigError, match="1 of 2 agents do not answer .*take_over"):
-                    grants.require(starts[0], fence.take_epoch(starts[0]), takes_over=False)
-            grants.require(starts[0], fence.take_epoch(starts[0]), takes_over=not is_enough)
+                    again = fence.take_epoch(starts[0])
+                    grants.require(starts[0], again, nodes, takes_over=False)
+            again = fence.take_epoch(starts[0])
+            grants.require(starts[0], again, nodes, takes_over=not is_enough)
+        # where all nodes had one directory it decides, if the first node still sees it
+        remember(starts[0], Remembered(run, 9, [silent], is_shared=True))
+        seen = NodeKnown.of(starts[0])
+        grants.require(starts[0], 10, [seen, new], takes_over=False)
+        with pytest.raises(ConfigError, match="1 of 1 agents do not answer"):
+            grants.require(starts[2], 10, [new, seen], takes_over=False)
 
 
 def copied(journal: Path, control: Path, position: int) -> int:
