@@ -31,6 +31,7 @@ REST_S = 60.0  # for agents of this node to finish what they write
 class KeptStates:
     """`is_on`: whether this run keeps any; it reads what is there in any case. `place`: they are
     kept on two nodes, this rank's being there; then what was kept before stays until one is.
+    A state that was gone on from and not taken over stays until a newer one is in memory.
     """
 
     def __init__(
@@ -58,6 +59,11 @@ class KeptStates:
         """Of the slots that may be taken over; 0: there are none."""
         return self._inherited.slot_bytes if self._inherited is not None else 0
 
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether states of this attempt are to come in the place of one that it has read."""
+        return self.is_on and self.remembered is not None
+
     def look(self) -> Memory:
         """What agents of this host have kept of earlier attempts, once they write nothing more."""
         if self.is_twice:  # rank 0 has waited for those that it sees: nodes may share no directory
@@ -81,7 +87,7 @@ class KeptStates:
         is_same = found is not None and found.slot_bytes == slot_bytes and len(found.slots) == SLOTS
         if found is not None and found.kept is not None:
             is_same = is_same and self.is_on and found.kept.receipt.regions == regions
-        elif self.is_twice:  # what lies in them is to stay
+        elif self.is_twice or self._is_awaited:  # what lies in them is to stay
             is_same = False
         if self.is_twice:  # every rank goes on with it, or it stays with the agents before
             said = self.ranks.gather(is_same)
@@ -109,7 +115,8 @@ class KeptStates:
         """
         self._link = link
         if inherited is None or inherited.kept is None:
-            if not self.is_twice or inherited is not None:
+            rests = self._is_awaited or (self.is_twice and inherited is None)
+            if not rests:
                 self.end_resting()
             return
         receipt = inherited.kept.receipt

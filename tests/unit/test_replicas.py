@@ -381,5 +381,10 @@ def test_a_run_goes_on_in_another_layout_on_the_node_that_is_left(root: Path) ->
     manager.start(state)  # without replicas, as there is no other node
     assert "checkpoint/replicated" not in manager.metrics()
     old = fence.lock_path(where["control"], 1, 1)
+    for step in (4, 5):  # until both slots hold newer ones, all that there is is with it
+        assert old in fence.living_agents(where["control"])
+        manager.save(step, state.fill(step), {}, full=False, memory=True)
+        manager.before_update()
+    manager.save(6, state.fill(6), {}, full=False, memory=True)
     until(lambda: old not in fence.living_agents(where["control"]), "the agent before is gone")
     manager.close(PATIENCE)
