@@ -47,6 +47,10 @@ class KeptStates:
         self._memory = Memory(control)
         self._inherited: Inherited | None = None
         self._kept: list[tuple[str, int]] = []  # saves and their steps, oldest first
+        # of the saves that were admitted: the newest that is to be kept, and of those to storage
+        # the last two that no word of rank 0's has called settled
+        self._newest_admitted = ""
+        self._unsettled: list[str] = []
         self._link: Link | None = None
 
     @property
@@ -144,6 +148,22 @@ class KeptStates:
         if not self.is_on:
             return None
         return Kept(regions=regions, layout=layout, bytes=sharding.extent(regions))
+
+    def admit(self, begin: Begin, writing: set[str]) -> bool:
+        """Whether all ranks stage this save. One for memory alone needs the slot that the newest
+        state is not in: where a save to storage may have it on some rank, rank 0 tells whether any
+        is still `writing`, for all have written what is committed. Collective then.
+        """
+        newest = self._newest_admitted
+        if not begin.outputs and set(self._unsettled) - {newest}:
+            if not self.ranks.broadcast(not writing - {newest}):
+                return False
+            self._unsettled = [one for one in self._unsettled if one == newest]
+        if begin.outputs:
+            self._unsettled = [*self._unsettled[-1:], begin.id]
+        if begin.kept is not None:
+            self._newest_admitted = begin.id
+        return True
 
     def staged(self, begin: Begin) -> None:
         """Called by the thread that copies."""

@@ -7,8 +7,9 @@ the agents.
 
 In: a `Snapshotable` (the policy) and the loop's own state. Out: committed directories
 (`rft.checkpoint.storage`). Invariant: all that a checkpoint holds is of one step, and every rank
-calls `save` for the same steps in the same order; beyond that a save needs no collective, and no
-work of the training process after the copies.
+calls `save` for the same steps in the same order, so that all keep the same states in memory;
+beyond that a save needs no collective, but one in memory alone beside saves to disk, and no work
+of the training process after the copies.
 """
 
 import logging
@@ -42,6 +43,7 @@ from rft.checkpoint.records import (
 )
 from rft.checkpoint.sharding import Claim, claim_of
 from rft.checkpoint.stager import (
+    BUSY,
     Room,
     Slot,
     SlotPool,
@@ -323,12 +325,15 @@ class CheckpointManager:
         self._stager.await_done()
         self._states.release()
         messages = SaveMessages(self._link, begin, self._states.staged)
+        if not self._states.admit(begin, self._writing()):
+            messages.drop(identity, BUSY)
+            return True
         # engines wait for weights: these are never given up
         if outputs and not weights and not self._make_room(messages):
             return False
         tensors = [snapshot.pieces[position].tensor for position in self._plan.order]
         windows = None if whole else self._model_windows
-        patience_s = None if outputs else self._states.patience_s(self._writing())
+        patience_s = None if outputs else self._states.patience_s(set())
         self._stager.start(
             identity, tensors, messages.window, messages.drop, windows, patience_s=patience_s
         )

@@ -239,6 +239,42 @@ def test_a_state_is_not_waited_for_while_the_disk_has_both_slots(
     hand.close()
 
 
+def test_all_ranks_leave_the_same_states_out_while_a_disk_is_busy(
+    root: Path, memory_path: Path
+) -> None:
+    """One rank's disk hangs; the other's would have a slot."""
+    hand, ranks = Hand(memory_path / "hand"), Ranks(WORLD)
+    config, states = trainer_config(memory_interval=1), [whole() for _ in range(WORLD)]
+    agents: list[dict[str, Any]] = [{"agent": hand.command}, {}]
+    managers = [CheckpointManager(root, ranks.member(n), config, **agents[n]) for n in range(WORLD)]
+    found = list(zip(managers, states, [None] * WORLD, strict=True))
+
+    def save_all(step: int, full: bool = False) -> None:
+        def act(one: tuple[CheckpointManager, State, Any]) -> None:
+            one[0].save(step, one[1].fill(step), {}, full=full, memory=True)
+            one[0].before_update()
+
+        list(pool.map(act, found))
+
+    with started(found), ThreadPoolExecutor(WORLD) as pool:
+        save_all(1)
+        hand.hold("sync")
+        save_all(2, full=True)
+        save_all(3)
+        save_all(4)
+        until(managers[1]._stager.slots.is_free, "the quick disk has its part")
+        save_all(5)
+        for one in managers:
+            one._stager.await_done()
+        assert [one.in_memory for one in managers] == [3, 3]
+        hand.let_go("sync")
+        for one in managers:
+            one.wait(2)
+        save_all(6)
+        until(lambda: [one.in_memory for one in managers] == [6, 6], "both have the newest")
+    hand.close()
+
+
 def test_an_agent_that_dies_costs_no_state(root: Path) -> None:
     state, config = plain(), trainer_config(memory_interval=1)
     with managed(root, state, config=config) as manager:
