@@ -125,6 +125,7 @@ def assemble(
             config,
             mesh.broadcast,
             SaveRequests(fence.control_dir(backend.job)) if lead else None,
+            (lambda line: print(f"trainer: {line}", flush=True)) if lead else unheard,
         ),
         check=speculation_check(config, mesh, models, feed, explorer, synchronizer, tokenizer),
         token_loss=recipe.policy_loss(config.algorithm, models.kl.loss, is_cut(config)),

@@ -1,14 +1,17 @@
 """When a checkpoint is due: every so many steps, or minutes, or when somebody asks for one; and
-what failed is tried again.
+what failed is tried again. And whether the disk follows.
 
 In: steps, what became of the saves before, a clock (rank 0's alone). Out: whether to save now, the
-same on every rank. Invariant: every rank asks once per step, in step order; what only rank 0 can
+same on every rank; of an interval that is too short one line, with the one that the disk sustains.
+Invariant: every rank asks once per step, in step order; what only rank 0 can
 know is shared before any rank goes by it.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 from rft.checkpoint.asking import SaveRequests
@@ -18,9 +21,66 @@ from rft.config import Config
 AGAIN_S = 60.0  # from a save that failed to the next try: a disk that is full stays so for a while
 
 
+# saves in a row that were begun while an older one was not on the disk; the first ones only fill
+# the slots, and those behind them come as the disk gives slots back
+FILLING, QUEUED = 2, 5
+WAITED = 0.05  # of the time between them, by training: less is not worth a word
+
+
+@dataclass
+class DiskPace:
+    """Rank 0's: whether saves reach the disk as often as they are begun. `say` hears it, once."""
+
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    steps: int = 0
+    waited_s: float = 0.0  # by training, for slots and copies
+    lost: int = 0  # saves that were skipped, or given up for a newer one
+    _queued: int = 0
+    _since: tuple[float, int, float, int] = (0.0, 0, 0.0, 0)  # the slots were filled
+    _is_said: bool = False
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what training waits in, if a disk has no slot for it."""
+        before = self.clock()
+        yield
+        self.waited_s += self.clock() - before
+
+    def begun(self, interval: int, is_behind: bool) -> None:
+        """A save by `interval`, 0: by minutes. `is_behind`: an older one is not on the disk yet."""
+        now = (self.clock(), self.steps, self.waited_s, self.lost)
+        self._queued = self._queued + 1 if is_behind else 0
+        if self._queued <= FILLING:
+            self._since = now
+        if self._queued < QUEUED or self._is_said:
+            return
+        wall_s, steps, waited_s, lost = (
+            after - before for after, before in zip(now, self._since, strict=True)
+        )
+        if steps and (lost or waited_s > WAITED * wall_s):
+            self._is_said = True
+            self.say(
+                self._told(interval, wall_s / (self._queued - FILLING), (wall_s - waited_s) / steps)
+            )
+
+    def _told(self, interval: int, save_s: float, step_s: float) -> str:
+        steps = max(interval, int(save_s / max(step_s, 1e-9))) + 1
+        what = f"trainer.save_interval={steps}"
+        if not interval:
+            what = f"trainer.save_minutes={ceil(save_s / 6) / 10:g}"
+        return (
+            f"the disk does not follow: a checkpoint takes {save_s:.2f} s, a step {step_s:.2f} s "
+            f"without waiting for it; {what} is what it sustains (trainer.memory_interval=1 keeps "
+            "every state in memory beside)"
+        )
+
+
 @dataclass
 class SaveTimes:
-    """`minutes`: 0: time alone makes none due. `share`: hands rank 0's word to every rank."""
+    """`minutes`: 0: time alone makes none due. `share`: hands rank 0's word to every rank. `pace`:
+    rank 0's.
+    """
 
     interval: int
     minutes: float
@@ -28,6 +88,7 @@ class SaveTimes:
     clock: Callable[[], float] = time.monotonic
     memory_interval: int = 0
     requests: SaveRequests | None = None  # rank 0's
+    pace: DiskPace = field(default_factory=lambda: DiskPace(lambda line: None))
     _since: float = field(init=False)  # when the last one was begun
     _step: int | None = None  # of that
     _has_failed: bool = False
@@ -37,6 +98,7 @@ class SaveTimes:
 
     def is_due(self, step: int) -> bool:
         """A collective where the step's number does not say it."""
+        self.pace.steps += 1
         if self.interval and step % self.interval == 0:
             return True
         waited = self.clock() - self._since
@@ -50,7 +112,9 @@ class SaveTimes:
         """Whether the state of this step is kept in memory; the first one is, whichever it is."""
         return self.memory_interval > 0 and (is_first or step % self.memory_interval == 0)
 
-    def begun(self, step: int) -> None:
+    def begun(self, step: int, newest: int) -> None:
+        """`newest`: step of the newest that is on the disk."""
+        self.pace.begun(self.interval, is_behind=self._step is not None and newest < self._step)
         self._since, self._step, self._has_failed = self.clock(), step, False
         if self.requests is not None:
             self.requests.begun(step)
@@ -61,10 +125,15 @@ class SaveTimes:
             self.requests.hear(report)
         if isinstance(report, SaveFailed) and report.step == self._step:
             self._has_failed = True
+        elif isinstance(report, SaveFailed):
+            self.pace.lost += 1
 
 
 def save_times(
-    config: Config, share: Callable[[Any], Any], requests: SaveRequests | None = None
+    config: Config,
+    share: Callable[[Any], Any],
+    requests: SaveRequests | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> SaveTimes:
     """Minutes are for whoever has set no interval; what is to be repeated bit by bit goes by steps
     alone.
@@ -78,4 +147,5 @@ def save_times(
         share,
         memory_interval=trainer.memory_interval,
         requests=requests,
+        pace=DiskPace(say),
     )

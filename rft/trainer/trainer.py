@@ -145,7 +145,7 @@ class Trainer:
         """
         with self._doing("sync_wait"):
             self.publisher.release()
-        with self._doing("staging_wait"):
+        with self._doing("staging_wait"), self.save_times.pace.waiting():
             self.checkpoints.before_update()
 
     def _save(self, step: int, due: bool) -> None:
@@ -186,18 +186,21 @@ class Trainer:
         if full:  # what was in memory has not been read from a disk
             vitals = self.models.vitals()
             loop[VITALS], local[VITALS] = [vitals], encode(vitals)
-        is_begun = self.checkpoints.save(
-            step,
-            self.models,
-            loop,
-            full=full,
-            weights=weights,
-            version=version,
-            memory=memory,
-            local=local,
-        )
+        with self.save_times.pace.waiting():
+            is_begun = self.checkpoints.save(
+                step,
+                self.models,
+                loop,
+                full=full,
+                weights=weights,
+                version=version,
+                memory=memory,
+                local=local,
+            )
         if full and is_begun:
-            self.save_times.begun(step)
+            self.save_times.begun(step, self.checkpoints.newest or 0)
+        elif full:
+            self.save_times.pace.lost += 1
 
     def loop_state(self, step: int) -> dict[str, Any]:
         return {

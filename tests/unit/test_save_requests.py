@@ -39,7 +39,7 @@ def asked(control: Path, report: Report) -> int:
     with ThreadPoolExecutor(1) as pool:
         code = pool.submit(ckpt.main, ["save", str(control.parent.parent)])
         until(lambda: times.is_due(7), "it is asked for")
-        times.begun(7)
+        times.begun(7, 0)
         assert not times.is_due(8)
         times.hear(committed(3, "step_00000003"))
         assert not code.done()

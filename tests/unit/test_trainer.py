@@ -17,7 +17,7 @@ from rft.tools import timeline
 from rft.trainer.feed import StepInput
 from rft.trainer.gates import Gates
 from rft.trainer.reporting import Profiler, SkippedSteps
-from rft.trainer.saving import AGAIN_S, SaveTimes, save_times
+from rft.trainer.saving import AGAIN_S, DiskPace, SaveTimes, save_times
 from rft.trainer.trainer import Trainer
 
 STEPS = 5
@@ -305,6 +305,38 @@ def same(item: Any) -> Any:
     return item
 
 
+def paced(interval: int, step_s: float, save_s: float, skips: bool = False) -> list[str]:
+    """What is said of forty saves to a disk that takes `save_s`, one behind the other, with two
+    slots: whoever has none waits, or skips.
+    """
+    now, said, ends = [0.0], list[str](), list[float]()
+    pace = DiskPace(said.append, clock=lambda: now[0])
+    for step in range(1, 40 * max(1, interval) + 1):
+        now[0] += step_s
+        pace.steps += 1
+        if step % max(1, interval):
+            continue
+        is_full = len(ends) > 1 and ends[-2] > now[0]
+        if is_full and skips:
+            pace.lost += 1
+            continue
+        with pace.waiting():
+            now[0] = max(now[0], ends[-2]) if is_full else now[0]
+        pace.begun(interval, is_behind=bool(ends) and ends[-1] > now[0])
+        ends.append(max(now[0], ends[-1] if ends else 0.0) + save_s)
+    return said
+
+
+def test_an_interval_that_the_disk_cannot_follow_is_said_with_one_that_it_can() -> None:
+    for interval, step_s, save_s in ((1, 2.0, 1.9), (5, 2.0, 9.9), (1, 2.0, 0.1)):
+        assert paced(interval, step_s, save_s) == []
+    for skips in (False, True):
+        (said,) = paced(1, 2.0, 8.2, skips)
+        assert "a checkpoint takes 8." in said and "trainer.save_interval=5 is what" in said
+    assert "save_interval=6 is what it sustains" in paced(5, 2.0, 11.0)[0]
+    assert "trainer.save_minutes=0.2 is what" in paced(0, 2.0, 8.2)[0]
+
+
 def test_without_an_interval_a_checkpoint_is_due_after_so_many_minutes() -> None:
     now = [0.0]
     times = SaveTimes(0, 10.0, same, clock=lambda: now[0])
@@ -312,7 +344,7 @@ def test_without_an_interval_a_checkpoint_is_due_after_so_many_minutes() -> None
     for step in range(1, 40):
         now[0] += 100.0
         if times.is_due(step):
-            times.begun(step)
+            times.begun(step, 0)
             due.append(step)
     assert due == [6, 12, 18, 24, 30, 36]
 
@@ -330,7 +362,7 @@ def test_what_only_rank_0_can_know_is_the_same_on_every_rank() -> None:
         is_due = lead.is_due(step)
         assert other.is_due(step) == is_due
         if is_due:
-            lead.begun(step), other.begun(step)
+            lead.begun(step, 0), other.begun(step, 0)
     assert True in words and False in words
 
 
@@ -357,7 +389,7 @@ def test_minutes_are_off_with_an_interval_and_in_a_run_to_be_repeated(
 def test_a_save_that_failed_is_tried_again_after_a_while_and_only_the_last() -> None:
     now = [0.0]
     times = SaveTimes(1000, 0.0, same, clock=lambda: now[0])
-    times.begun(5)
+    times.begun(5, 0)
     times.hear(SaveFailed(id="x", step=4, cause="given up for the newer save of step 5"))
     now[0] = AGAIN_S
     assert not times.is_due(6)
@@ -366,7 +398,7 @@ def test_a_save_that_failed_is_tried_again_after_a_while_and_only_the_last() -> 
     assert not times.is_due(7)
     now[0] = AGAIN_S
     assert times.is_due(8)
-    times.begun(8)
+    times.begun(8, 0)
     assert not times.is_due(9) and times.is_due(1000)
 
 
