@@ -42,7 +42,7 @@ from rft.trainer.feed import BatchSource, Feed, is_supervised
 from rft.trainer.gates import VITALS, Gates
 from rft.trainer.models import Models
 from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter
-from rft.trainer.saving import save_times
+from rft.trainer.saving import SaveTimes, save_times
 from rft.trainer.speculation import SpeculationCheck
 from rft.trainer.trainer import LOSS_WINDOW, Trainer
 
@@ -121,12 +121,7 @@ def assemble(
         profiler=Profiler(config.trainer, mesh.rank, backend.device, backend.job / "profile"),
         log_step=reporter.step if reporter else unheard,
         export=partial(export, backend, checkpoints) if lead else unheard,
-        save_times=save_times(
-            config,
-            mesh.broadcast,
-            SaveRequests(fence.control_dir(backend.job)) if lead else None,
-            (lambda line: print(f"trainer: {line}", flush=True)) if lead else unheard,
-        ),
+        save_times=save_times_of(backend, mesh),
         check=speculation_check(config, mesh, models, feed, explorer, synchronizer, tokenizer),
         token_loss=recipe.policy_loss(config.algorithm, models.kl.loss, is_cut(config)),
         run_epoch=epoch,
@@ -237,6 +232,16 @@ def export(backend: TrainBackend, checkpoints: Any, step: int) -> None:
     """Begin the Hugging Face export of a version, in the background."""
     target = export_dir(backend.job, step)
     checkpoints.export(step, backend.config.model.model_path, str(target))
+
+
+def save_times_of(backend: Backend, mesh: TrainerMesh) -> SaveTimes:
+    """Rank 0 hears who asks for a save, and tells of a disk that does not follow."""
+    if mesh.rank > 0:
+        return save_times(backend.config, mesh.broadcast)
+    requests = SaveRequests(fence.control_dir(backend.job))
+    return save_times(
+        backend.config, mesh.broadcast, requests, lambda line: print(f"trainer: {line}", flush=True)
+    )
 
 
 def told_besides(pool: control.PoolNumbers, recovery: Recovery) -> dict[str, float]:
