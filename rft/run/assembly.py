@@ -234,7 +234,7 @@ def export(backend: TrainBackend, checkpoints: Any, step: int) -> None:
     checkpoints.export(step, backend.config.model.model_path, str(target))
 
 
-def save_times_of(backend: Backend, mesh: TrainerMesh) -> SaveTimes:
+def save_times_of(backend: TrainBackend, mesh: TrainerMesh) -> SaveTimes:
     """Rank 0 hears who asks for a save, and tells of a disk that does not follow."""
     if mesh.rank > 0:
         return save_times(backend.config, mesh.broadcast)
