@@ -22,6 +22,9 @@ import numpy as np
 
 Routes = Sequence[np.ndarray | None]  # [tokens, layers, top_k] of every row; empty: of none
 FIRST_LOOK = 2048  # tokens of two rows compared at once: fewer are not quicker
+# keys and values of a row's whole path are gathered for it in every layer: as many of them count
+# as one token that is computed, whose activations take more room than they
+KEYS = 8
 WORTH = 1 / 32  # of a group's tokens: rows that share less need not be in one microbatch
 
 
@@ -36,15 +39,15 @@ class Chain:
     shared: np.ndarray  # int64
 
     def pieces(self, limit: int) -> list["Chain"]:
-        """Rows that follow each other, cut where more than `limit` tokens would be computed; a
-        single row may be longer.
+        """Rows that follow each other, cut where they would be larger than `limit`; a single row
+        may be.
         """
-        found, first, size = [], 0, 0
+        found, first, computed, keys = [], 0, 0, 0
         for at, (length, shared) in enumerate(zip(self.lengths, self.shared, strict=True)):
-            size += length - shared
-            if size > limit and at > first:
+            computed, keys = computed + length - shared, keys + length
+            if _size(computed, keys) > limit and at > first:
                 found.append(self._piece(first, at))
-                first, size = at, length
+                first, computed, keys = at, length, length
         return [*found, self._piece(first, len(self.rows))]
 
     def _piece(self, first: int, last: int) -> "Chain":
@@ -53,16 +56,27 @@ class Chain:
         return Chain(self.rows[first:last], self.lengths[first:last], shared)
 
     @property
-    def size(self) -> int:
-        """Tokens that are computed."""
+    def computed(self) -> int:
+        """Tokens."""
         return int((self.lengths - self.shared).sum())
+
+    @property
+    def size(self) -> int:
+        """What it takes of a microbatch's tokens: those that are computed, more where their keys
+        are many.
+        """
+        return _size(self.computed, int(self.lengths.sum()))
 
     def value(self, linear: float, attention: float) -> float:
         """What it costs, by the two factors of `Cost`: queries of a row come behind what it
         shares, and see that, too.
         """
         squares = (self.lengths**2 - self.shared**2).sum()
-        return float(linear * self.size + attention * squares)
+        return float(linear * self.computed + attention * squares)
+
+
+def _size(computed: int, keys: int) -> int:
+    return max(computed, -(-keys // KEYS))
 
 
 def chains(

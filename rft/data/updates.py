@@ -104,9 +104,11 @@ class RowPacking:
     def made_up(self, rows: int, longest: int, vocab: int) -> list[Packed]:
         """A microbatch of rows that mean nothing, `longest` tokens each, for whoever computes when
         there are no others yet: at most `rows`, and half of what fits, for so much has even the
-        emptiest of several.
+        emptiest of several; where microbatches are of so many rows, these, as far as they fit.
         """
-        fits = self.cut.rows or self.max_tokens // (2 * longest)
+        fits = self.max_tokens // (2 * longest)
+        if self.cut.rows:
+            fits = min(self.cut.rows, (self.max_tokens - self.multiple + 1) // longest)
         one = np.ones(longest, dtype=np.float32)
         made = [
             Row(np.arange(at, at + longest, dtype=np.int32) % vocab, one, -one, one, one / longest)

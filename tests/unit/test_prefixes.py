@@ -19,7 +19,7 @@ from rft.data.packing import (
     shared_of,
     stack,
 )
-from rft.data.prefixes import Chain, chains, computed_of, shared_lengths
+from rft.data.prefixes import KEYS, Chain, chains, computed_of, shared_lengths
 from rft.data.updates import regrouped
 
 SHARE = PackingPolicy(share=True)
@@ -192,6 +192,16 @@ def test_pieces_count_what_they_compute() -> None:
     assert [piece.rows for piece in chain.pieces(4)] == [[0], [1]]
     assert [piece.size for piece in chain.pieces(4)] == [3, 4]
     assert isinstance(chain.pieces(9)[0], Chain) and chain.pieces(9)[0].size == 5
+
+
+def test_keys_of_many_short_answers_to_a_long_prompt_fit_a_microbatch_too() -> None:
+    """Without a bound 64 answers behind one prompt would gather 64 prompts in every layer."""
+    rows = rows_of([([1] * 1000 + [2 + at] * 4, 0, 0b1111 << 1000) for at in range(64)])
+    (part,) = pack(rows, 1, 2000, 1, cut=SHARE)
+    keys = [int(packed.cu_seqlens[-1]) for packed in part]
+    assert sum(len(packed.rows) for packed in part) == 64 and max(keys) <= KEYS * 2000
+    assert [packed.computed for packed in part] == [1000 + 4 * len(p.rows) for p in part]
+    assert len(part) == 5
 
 
 def test_metrics_say_what_was_shared() -> None:

@@ -253,6 +253,7 @@ def test_ppo_reaches_in_few_steps_of_sixteen_updates_what_one_does_not(seed: int
         (4, 130, BY_TOKENS, [130]),  # one that is longer has a microbatch of its own
         (100, 20, PackingPolicy(share=True), [20] * 2),
         (100, 20, PackingPolicy(rows=4), [20] * 4),
+        (100, 20, PackingPolicy(rows=64), [20] * 4),  # real ones are shorter
     ],
 )
 def test_a_made_up_microbatch_is_one_and_within_its_bounds(
