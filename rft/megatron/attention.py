@@ -7,10 +7,12 @@ short ones. Padding tokens attend to nothing and come out as 0. With context par
 holds two chunks of each sequence: keys and values are gathered with megatron's own operation
 (gloo's backward in `torch.distributed.nn` breaks on sub-groups) and masked by position. The index
 arrays of a microbatch are built once and serve all layers. Where rows share prefixes
-(`rft.data.prefixes`) the queries of a row are its last tokens only, its keys are its whole path.
+(`rft.data.prefixes`) the queries of a row are its last tokens only, its keys are its whole path,
+and a batch is of one block of queries, with the keys that those may see.
 """
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,8 @@ from rft.data.context_parallel import cp_positions
 from rft.data.prefixes import Computed
 from rft.ground.device import attention_dtype
 from rft.megatron.bitwise import Attended
+
+BLOCK = 128  # queries that go with the same keys, where their rows share a prefix
 
 
 @dataclass(frozen=True)
@@ -89,25 +93,26 @@ def plan(
     gather = np.full(computed.length, -1, dtype=np.int64)
     batches: list[PaddedBatch] = []
     done = 0
-    for chosen in _classes(sizes, reach):
-        width = int(sizes[chosen].max())
-        slots = np.arange(width)
+    for chosen, first, last in _blocks(sizes, reach):
+        width = last - first
+        slots = np.arange(first, last)
         used = slots < sizes[chosen, None]  # [b, Lq]
         queries = np.where(used, starts[chosen, None] + slots, starts[chosen, None])
         gather[queries[used]] = done + np.flatnonzero(used)
         done += used.size
         keys, mask, windowed = queries, None, None
+        before = reach[chosen] - sizes[chosen] + first
         narrow = window is not None and int(reach[chosen].max()) * cp > window
         if cp > 1:
             keys, apart = _cp_keys(queries, used, sizes[chosen], computed.length, cp_rank, cp)
             mask = _allowed(apart >= 0, used, device)
             windowed = _allowed((apart >= 0) & (apart < window), used, device) if narrow else None
         elif computed.source is not None:
-            keys = _path_keys(computed.source, computed.key_bounds[chosen], reach[chosen])
-            if (sizes[chosen] < reach[chosen]).any():
-                mask = _behind(reach[chosen] - sizes[chosen], width, keys.shape[1], device)
+            seen = np.minimum(reach[chosen], before + width)
+            keys = _path_keys(computed.source, computed.key_bounds[chosen], seen)
+            if before.any():
+                mask = _behind(before, width, keys.shape[1], device)
         if narrow and cp == 1:
-            before = reach[chosen] - sizes[chosen]
             windowed = _behind(before, width, keys.shape[1], device, window)
         batches.append(
             PaddedBatch(
@@ -120,6 +125,18 @@ def plan(
         )
     gather[gather < 0] = done
     return {"batches": tuple(batches), "gather": torch.from_numpy(gather).to(device)}
+
+
+def _blocks(sizes: np.ndarray, reach: np.ndarray) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Sequences of one class, and which of their queries: all, or, of those with more keys, blocks
+    that need fewer keys than all. A kernel with a mask computes what the mask hides.
+    """
+    for chosen in _classes(sizes, reach):
+        width = int(sizes[chosen].max())
+        step = BLOCK if (sizes[chosen] < reach[chosen]).any() else width
+        for first in range(0, width, step):
+            there = chosen[sizes[chosen] > first]
+            yield there, first, min(first + step, int(sizes[there].max()))
 
 
 def _classes(sizes: np.ndarray, reach: np.ndarray) -> list[np.ndarray]:

@@ -11,7 +11,8 @@ from rows import make_rows
 
 from rft.algorithm.losses import token_loss
 from rft.data.context_parallel import cp_index
-from rft.data.packing import Packed, Row, pack
+from rft.data.packing import Packed, PackingPolicy, Row, pack
+from rft.megatron.attention import BLOCK
 
 LONGEST = 90  # several classes of length in the attention, several chunks under context parallelism
 
@@ -74,6 +75,29 @@ def gradient_of_one(path: str, seed: int, count: int, **layout: Any) -> list[tup
             )
             found.append((metrics["loss"], metrics["grad_norm"]))
         return found
+
+
+def long_answers() -> list[Row]:
+    """To one prompt, over more than one block of queries each."""
+    rng = np.random.default_rng(0)
+    prompt, found = rng.integers(5, 90, 21), []
+    for length in (2 * BLOCK + 5, BLOCK + 1, BLOCK, 3):
+        tokens = np.concatenate([prompt, rng.integers(5, 90, length)])
+        flags = (np.arange(len(tokens)) >= len(prompt)).astype(np.float32)
+        found.append(Row(tokens, flags, -flags, flags, flags / length, group=0))
+    return found
+
+
+def behind_prefixes(path: str, share: bool, **layout: Any) -> tuple[list[np.ndarray], float]:
+    """Log-probabilities of rows in their order, and the norm of their gradient."""
+    with policy_on(path, lr=0.0, **layout) as policy:
+        cut = PackingPolicy(share=share)
+        (packed,) = part = pack(long_answers(), 1, 1 << 20, policy.multiple, cut=cut)[0]
+        (values,) = policy.score(part)
+        bounds = zip(packed.rows, packed.cu_seqlens, packed.cu_seqlens[1:], strict=False)
+        rows = dict(sorted((int(row), values[start : stop - 1]) for row, start, stop in bounds))
+        metrics = policy.train_step(part, token_loss("ppo", {}), lambda: None)
+        return list(rows.values()), metrics["grad_norm"]
 
 
 def step(path: str, lengths: list[int], max_tokens: int, **layout: Any) -> dict[str, Any]:

@@ -64,6 +64,27 @@ def test_neighbours_without_weight_add_no_gradient(
         )
 
 
+@pytest.mark.parametrize("layout", ["alone", "tp2-sp"])
+def test_long_answers_behind_a_shared_prompt_are_as_alone(
+    ranks: Ranks, checkpoints: dict[str, Path], layout: str
+) -> None:
+    """In blocks, each with the keys that its queries may see."""
+    world, sizes = LAYOUTS[layout]
+    (shared, norm), (unrolled, other_norm) = (
+        ranks.run(
+            "packing_jobs:behind_prefixes",
+            world,
+            path=str(checkpoints["qwen3"]),
+            share=share,
+            **sizes,
+        )[0]
+        for share in (True, False)
+    )
+    for one, other in zip(shared, unrolled, strict=True):
+        assert np.abs(one - other).max() < 1e-5
+    assert norm == pytest.approx(other_norm, rel=1e-5)
+
+
 EMPTY = {  # name: world, layout, lengths of the rows, budget
     "cp4-short": (4, {"cp": 4}, [2, 3, 2], 64),  # eight chunks of one token: some hold only padding
     "dp2-pp2": (4, {"pp": 2}, [30], 64),
