@@ -5,7 +5,7 @@
                     ── what is missing, each piece with its hash ──►  written, synced; then files
                                                                       that the journal has dropped
                                                                       go
-    a start on that node: no journal is there ─► the copy takes its place
+    a start on that node: no journal is there, or an older one ─► the copy takes its place
 
 In: a journal's directory, which its buffer goes on writing (`rft.buffer.journal`); never locked,
 never changed. Out: a directory that a journal opens, up to a position that was durable. Invariants:
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 PIECE = 4 * 2**20
 MARK = "durable"
 SYNC_S = 60.0  # for the peer's disk
+OLD = ".old"  # behind the name of a journal that a copy has taken the place of
 
 
 class JournalFiles(msgspec.Struct, frozen=True, tag=True):
@@ -163,22 +164,32 @@ def _piece(line: PeerLine, descriptor: int, left: int) -> int:
 
 
 def bring_back(control: Path, journal: Path) -> int | None:
-    """Where this node has a copy and no journal, the copy takes its place; the position up to which
-    it goes. Nothing else is touched.
+    """Where this node has a copy, and no journal or one that was last written before that, the copy
+    takes its place; the position up to which it goes. An older journal is moved aside (`OLD`).
     """
     copy = directory(control)
     position = mark_in((copy / MARK).read_bytes()) if (copy / MARK).exists() else None
-    if position is None or any(journal.glob("*.log")) or any(journal.glob("*.base")):
+    if position is None or _written(journal) >= _written(copy):
         return None
     draft = journal.with_name(f".{journal.name}.copy")
     shutil.rmtree(draft, ignore_errors=True)
-    shutil.copytree(copy, draft)
+    shutil.copytree(copy, draft)  # with the times of its files
     for path in draft.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
     durable.sync_directory(draft)
-    if journal.exists():  # with a lock in it, and nothing else
-        shutil.rmtree(journal)
+    if journal.exists():
+        aside = journal.with_name(f"{journal.name}{OLD}")
+        shutil.rmtree(aside, ignore_errors=True)
+        journal.replace(aside)
     draft.replace(journal)
     durable.sync_directory(journal.parent)
     return position
+
+
+def _written(journal: Path) -> int:
+    """When it was last, in ns of this node's clock; of a copy: when it was told of. 0: never."""
+    files = [path for kind in ("*.log", "*.base") for path in journal.glob(kind)]
+    mark = journal / MARK
+    times = [path.stat().st_mtime_ns for path in ([mark] if mark.exists() else files)]
+    return max(times) if files else 0

@@ -45,6 +45,7 @@ class KeptStates:
             None  # step of the newest that two nodes have, of this attempt
         )
         self._memory = Memory(control)
+        self._held = 0  # bytes of replicas that agents before hold, until newer states are there
         self._inherited: Inherited | None = None
         self._kept: list[tuple[str, int]] = []  # saves and their steps, oldest first
         # of the saves that were admitted: the newest that is to be kept, and of those to storage
@@ -79,6 +80,7 @@ class KeptStates:
         """This state was read; no `identity`: a checkpoint was."""
         if identity:
             self.remembered = step
+            self._held = self._memory.keep_only(identity) if self.is_twice else 0
         self._inherited = self._memory.inherited(identity, self.ranks.rank)
 
     def take_over(self, regions: list[Region], slot_bytes: int) -> Inherited | None:
@@ -108,7 +110,7 @@ class KeptStates:
         """
         if self._place is None:
             return None
-        sizes = (total, wanted, free)
+        sizes = (total, wanted, free, self._held)
         found = agree(self.ranks, self._memory.control, epoch, self._place, sizes)
         self.is_twice = found is not None
         return found

@@ -43,7 +43,9 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.1  # between looks whether anybody may still come; nothing tells when a lock goes
 UNOWNED_S = 2.0  # from the end of who starts ranks to that of who rests for them
 ANSWER_S = 5.0  # of either end of a socket, and for an agent that was told to end
-LOOKED, ENDED = b"look", b"end"  # what a rank asks
+# what a rank asks; the identity of a state follows the last
+LOOKED, ENDED, KEEP = b"look", b"end", b"keep"
+MOST_NAMED = 64  # bytes of an identity
 AT_ONCE = 2**20  # bytes of a slot, hashed while the processor's cache has them
 MOST_BYTES = 2**30  # of an answer: regions of a rank's part
 SLOTS = 64  # descriptors of one agent, at most
@@ -159,9 +161,13 @@ class Resting:
         with contextlib.suppress(OSError):
             asked = one_message(caller, len(LOOKED), ANSWER_S)
             caller.settimeout(ANSWER_S)
-            if asked == ENDED:
+            if asked == KEEP:
+                identity = one_message(caller, MOST_NAMED, ANSWER_S).decode()
+                if self.replicas is not None:
+                    self.replicas.keep_only(identity)
+            if asked in (ENDED, KEEP):
                 caller.sendall(frame(b""))
-                return True
+                return asked == ENDED
             answer, descriptors = self.answer()
             socket.send_fds(caller, [b"\0"], descriptors)
             caller.sendall(frame(msgspec.msgpack.encode(answer)))
@@ -178,6 +184,25 @@ class RestingAgent:
     path: Path
     answer: Answer
     slots: list[int]
+
+    def keep_only(self, identity: str) -> int:
+        """Bytes that it holds for others then: parts of this state."""
+        states, own = self.answer.states, self.answer.own
+        kept = [one for one in states if one.slot < own or one.receipt.id == identity]
+        order = [*range(own), *(one.slot for one in kept if one.slot >= own)]
+        for slot in set(range(len(self.slots))) - set(order):
+            os.close(self.slots[slot])
+        places = {slot: place for place, slot in enumerate(order)}
+        kept = [msgspec.structs.replace(one, slot=places[one.slot]) for one in kept]
+        self.slots = [self.slots[slot] for slot in order]
+        self.answer = msgspec.structs.replace(self.answer, states=kept)
+        try:
+            with _asked(self.path, KEEP) as line:
+                line.sendall(frame(identity.encode()))
+                one_message(line, 0, ANSWER_S)
+        except OSError as error:  # its memory is counted as gone
+            log.warning("%s gives no memory back: %s", self.path.name, error)
+        return sum(one.receipt.bytes for one in kept if one.slot >= own)
 
     def end(self) -> None:
         """Return when it is gone: its slots may be written."""
@@ -340,6 +365,12 @@ class Memory:
             for agent in self.agents
             for lying in agent.answer.lying
         )
+
+    def keep_only(self, identity: str) -> int:
+        """Let the agents of this host hold parts of this state alone for others; how many bytes
+        they hold then.
+        """
+        return sum(agent.keep_only(identity) for agent in self.agents)
 
     def end(self, rank: int, world: int) -> None:
         """Let the agents end whose ranks are this one now; forget the others. Of agents with

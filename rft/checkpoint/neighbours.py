@@ -27,6 +27,7 @@ from rft.ground.protocols import Collective
 
 log = logging.getLogger(__name__)
 KEY = "trainer.checkpoint.replicas"
+MOST_BEFORE = 32  # addresses of earlier agents at which a node answers
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class RankPlace:
 
 class Seat(msgspec.Struct, frozen=True):
     """A rank before the first save. `wanted`: bytes that it will take for itself; `free`: of its
-    node; `run`: what this node remembers, and of which attempt.
+    node; `held`: what agents of the attempt before hold there for others until a newer state is
+    there; `run`: what this node remembers, and of which attempt.
     """
 
     node: str
@@ -48,17 +50,23 @@ class Seat(msgspec.Struct, frozen=True):
     part: int
     wanted: int
     free: int
+    held: int
     run: RunKey | None
     epoch: int
 
 
 def agree(
-    ranks: Collective, control: Path, epoch: int, place: RankPlace, sizes: tuple[int, int, int]
+    ranks: Collective,
+    control: Path,
+    epoch: int,
+    place: RankPlace,
+    sizes: tuple[int, int, int, int],
 ) -> Replication | None:
-    """`sizes`: bytes of this rank's part, those that it takes for itself, and what is free. None:
-    of a run that goes on, without what it needs for replicas.
+    """`sizes`: bytes of this rank's part, those that it takes for itself, what is free, and what
+    comes free. None: of a run that goes on, without what it needs for replicas.
     """
     before = remembered(control)
+    own = before.own if before else []
     listener = socket.create_server((place.address, 0), backlog=128)
     seat = Seat(
         place.node,
@@ -83,14 +91,17 @@ def agree(
             log.error("states are on one node alone from now on: %s", why)
             mark.unlink(missing_ok=True)
         if nodes.index(place.node) == ranks.rank:
-            remember(control, Remembered(RunKey(name, secret), epoch, []))
+            remember(control, Remembered(RunKey(name, secret), epoch, [], own=own))
         return None
     at = [(str(host), int(port)) for host, port in at]
     sees = ranks.gather(mark.exists())
     sees = ranks.broadcast(sees)
-    if nodes.index(place.node) == ranks.rank:  # the first of its node
+    is_first = nodes.index(place.node) == ranks.rank
+    if is_first:  # of its node
         fence.note_epoch(control, epoch)
-        remember(control, Remembered(RunKey(name, secret), epoch, at, all(sees)))
+        here = [one for one, node in zip(at, nodes, strict=True) if node == place.node]
+        known = [*own, *here][-MOST_BEFORE:]
+        remember(control, Remembered(RunKey(name, secret), epoch, at, all(sees), known))
     mark.unlink(missing_ok=True)
     holder = peer_of(0, nodes)
     # where the holder sees this directory, the journal lies on no node's own disk
@@ -102,6 +113,7 @@ def agree(
         at=at,
         listener=listener.detach(),
         journal=journal,
+        before=own if is_first and not all(sees) else [],
     )
 
 
@@ -130,11 +142,14 @@ def refusals(seats: list[Seat]) -> str:
         own = sum(seats[rank].wanted for rank in here)
         others = sum(BUFFERS * seats[held].part for rank in here for held in held_by(rank, nodes))
         free = min(seats[rank].free for rank in here)
-        if own + others > free:
+        held = max(seats[rank].held for rank in here)
+        # the first part of each comes beside what is held, which then goes
+        if own + max(others - held, others // BUFFERS) > free:
+            back = f", and {held / 1e9:.3f} GB come back" if held else ""
             found.append(
                 f"{node} needs {(own + others) / 1e9:.3f} GB of memory: {own / 1e9:.3f} for two "
                 f"parts of each of its {len(here)} rank(s), {others / 1e9:.3f} for two of each "
-                f"part that it holds for others; {free / 1e9:.3f} GB are free"
+                f"part that it holds for others; {free / 1e9:.3f} GB are free{back}"
             )
         for rank in here:
             with contextlib.suppress(ValueError):

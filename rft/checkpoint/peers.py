@@ -249,13 +249,14 @@ def listen(end: socket.socket, run: RunKey, serve: Callable[[PeerLine, PeerHello
 
 class Remembered(msgspec.Struct, frozen=True):
     """`at`: of every rank's agent, in the attempt `epoch`; `is_shared`: all nodes had one control
-    directory.
+    directory; `own`: of agents of this node, in that attempt and earlier ones, the newest last.
     """
 
     run: RunKey
     epoch: int
     at: list[tuple[str, int]]
     is_shared: bool = False
+    own: list[tuple[str, int]] = []
 
 
 def _record(control: Path) -> Path:

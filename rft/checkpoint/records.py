@@ -165,7 +165,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 class Replication(msgspec.Struct, frozen=True, kw_only=True):
     """Agents of a run that hold each other's parts. `nodes`, `at`: of every rank, where it runs and
     where its agent listens, at the descriptor `listener`. `journal`: directory of the one that
-    travels along; rank 0 only.
+    travels along; rank 0 only. `before`: where agents of this node have listened in earlier
+    attempts; of the node's first rank only.
     """
 
     run: str
@@ -174,6 +175,7 @@ class Replication(msgspec.Struct, frozen=True, kw_only=True):
     at: list[tuple[str, int]]
     listener: int
     journal: str = ""
+    before: list[tuple[str, int]] = []
 
 
 class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -13,6 +13,7 @@ is not acknowledged; nobody waits for a peer that does not get on: the newest st
 for the next one, and the last whole one stays. No torch, and nothing of it in the training process.
 """
 
+import contextlib
 import logging
 import mmap
 import os
@@ -220,6 +221,7 @@ class Replicas:
         listen(socket.socket(fileno=os.dup(self.told.listener)), self.run, self._serve)
         loops = [("replica-out", self._send_all), ("replica-slots", self._watch)]
         loops += [("replica-word", self._hear_first)] * (self.settings.rank > 0)
+        loops += [("replica-before", self._listen_before)] * bool(self.told.before)
         for name, loop in loops:
             NamedThread(target=loop, name=name, daemon=True).start()
 
@@ -444,6 +446,36 @@ class Replicas:
         else:
             self._answer_all(line)
 
+    def _listen_before(self) -> None:
+        """Also where agents of this node have listened before, once they are gone: a start on a
+        node that was cut off asks there, and would hear that nobody is left.
+        """
+        waiting = list(self.told.before)
+        while waiting:
+            for at in list(waiting):
+                with contextlib.suppress(OSError):  # it is still there
+                    listen(socket.create_server(at), self.run, self._serve_before)
+                    waiting.remove(at)
+            time.sleep(AGAIN_S)
+
+    def _serve_before(self, line: PeerLine, hello: PeerHello) -> None:
+        """Whoever looks for an earlier agent finds nothing of it, and whose attempt this is."""
+        line.send(Welcome())
+        while line.wait():
+            asked: Any = line.receive(Look | Fetch | End | Grant)
+            if isinstance(asked, Look):
+                line.send(Held(is_resting=True))
+            elif isinstance(asked, Grant):
+                self._grant(line, asked)
+            elif isinstance(asked, End):
+                line.send(PartTaken())
+            else:
+                self._refuse(line, f"no such bytes of rank {asked.rank} in {asked.id} are here")
+
+    def _grant(self, line: PeerLine, asked: Grant) -> None:
+        control = Path(self.settings.control)
+        line.send(PartTaken(fence.grant(control, asked.epoch, asked.token)))
+
     def _take_all(self, line: PeerLine, rank: int) -> None:
         while line.wait():
             part = line.receive(PartSent | journal_copy.JournalFiles)
@@ -505,8 +537,7 @@ class Replicas:
             if isinstance(asked, Look):
                 line.send(self.held() if self.is_resting.is_set() else Held(is_resting=False))
             elif isinstance(asked, Grant):
-                control = Path(self.settings.control)
-                line.send(PartTaken(fence.grant(control, asked.epoch, asked.token)))
+                self._grant(line, asked)
             elif isinstance(asked, End):
                 line.send(PartTaken())
                 self.is_over.set()
@@ -533,6 +564,12 @@ class Replicas:
             own = sorted((one.receipt for one in self._own.values()), key=lambda one: one.step)
             others = [one.receipt for one in self._replicas.values() if one.is_whole]
             return Held(True, own, others, list(self._whole))
+
+    def keep_only(self, identity: str) -> None:
+        """Ranks go on from this state: the memory of what else is held for others is free."""
+        with self._changed:
+            for key in [key for key in self._replicas if key[1] != identity]:
+                self._replicas.pop(key).close()
 
     def others(self) -> list[tuple[Receipt, int]]:
         """Replicas that are whole, and descriptors of their memory."""

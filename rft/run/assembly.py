@@ -299,6 +299,14 @@ def resume(
     step = int(loop["step"])
     skips.restore(loop.get("skips", [0, 0]))
     if isinstance(feed.source, control.QueueSource):
+        ends, known = feed.source.mark(), loop.get("journal") or 0
+        if ends < known:
+            print(
+                f"trainer: the buffer's journal ends at {ends:,}, and this state was made behind "
+                f"{known:,}: it was removed, or is of another time; what it does not have, answers "
+                "that no step has used, is generated again",
+                flush=True,
+            )
         feed.source.attach(step, epoch)
     losses = [loss for loss in loop.get("recent_losses", []) if loss is not None]
     return step, deque(losses, maxlen=LOSS_WINDOW)

@@ -128,7 +128,7 @@ class Supervisor:
         journal = Path(journal_of(buffer, job))
         position = journal_copy.bring_back(fence.control_dir(job), journal)
         if position is not None:
-            self.say(f"{journal} was not here, and begins as the copy of another node's")
+            self.say(f"{journal} was not here, or older, and begins as the copy of another node's")
 
     @property
     def is_ready(self) -> bool:

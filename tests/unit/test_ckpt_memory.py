@@ -29,7 +29,7 @@ from states import (
     whole,
 )
 
-from rft.checkpoint import fence
+from rft.checkpoint import fence, kept
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.records import CHUNK
 from rft.ground import durable, host_memory
@@ -40,8 +40,9 @@ WORLD = 2
 
 
 @pytest.fixture
-def root(memory_path: Path) -> Iterator[Path]:
+def root(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Of a job whose ranks somebody would start again."""
+    monkeypatch.setattr(kept, "RELEASE_S", PATIENCE)  # agents get a core when they get one
     adopt_orphans()
     root = memory_path / "c"
     lock = root / "control" / fence.OWNER

@@ -15,13 +15,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from states import PATIENCE, Ranks, State, apart, equal, trainer_config, until, whole
 
 from bench.faults.nodes import Cluster
 from rft.buffer.journal import Journal, payloads
-from rft.checkpoint import fence, grants, journal_copy, replicas
+from rft.checkpoint import fence, grants, journal_copy, kept, replicas
 from rft.checkpoint.grants import NodeKnown
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.neighbours import Seat, refusals
@@ -39,7 +40,17 @@ from rft.checkpoint.peers import (
     listen,
     remember,
 )
-from rft.checkpoint.replicas import Gone, Grant, PartTaken, Roll, There, held_by, peer_of
+from rft.checkpoint.replicas import (
+    Gone,
+    Grant,
+    Held,
+    Look,
+    PartTaken,
+    Roll,
+    There,
+    held_by,
+    peer_of,
+)
 from rft.ground.errors import ConfigError
 from rft.ground.process import adopt_orphans
 
@@ -96,8 +107,8 @@ def test_who_tells_another_receipt_is_not_read() -> None:
 
 
 def test_memory_that_does_not_do_is_told_of_every_node() -> None:
-    def seat(node: str, free: int) -> Seat:
-        return Seat(node, ("10.0.0.1", 1), 10**9, 2 * 10**9, free, None, 0)
+    def seat(node: str, free: int, wanted: int = 2 * 10**9, held: int = 0) -> Seat:
+        return Seat(node, ("10.0.0.1", 1), 10**9, wanted, free, held, None, 0)
 
     enough = [seat("a", 4 * 10**9), seat("b", 4 * 10**9)]
     assert refusals(enough) == ""
@@ -105,6 +116,12 @@ def test_memory_that_does_not_do_is_told_of_every_node() -> None:
     assert "a needs 6.000 GB of memory: 4.000 for two parts of each of its 2 rank(s)" in said
     assert "b needs 6.000 GB" in said and "1.000 GB are free" in said
     assert "needs two nodes, and all 2 rank(s) are on a" in refusals([seat("a", 0)] * 2)
+    # ranks that come back: their slots are there, and a part that agents before hold goes when the
+    # first new one has come
+    again = [seat(node, 10**9, wanted=0, held=10**9) for node in "ab"]
+    assert refusals(again) == ""
+    said = refusals([seat(node, 10**9 - 1, wanted=0, held=10**9) for node in "ab"])
+    assert "b needs 2.000 GB" in said and "1.000 GB are free, and 1.000 GB come back" in said
 
 
 def test_an_agent_of_another_run_is_refused_and_so_is_who_does_not_know_the_secret() -> None:
@@ -246,6 +263,39 @@ def test_an_attempt_goes_on_that_most_agents_have_granted(tmp_path: Path) -> Non
             grants.require(starts[2], 10, [new, seen], takes_over=False)
 
 
+def test_a_node_that_was_cut_off_hears_that_the_others_have_gone_on(
+    memory_path: Path, tmp_path: Path
+) -> None:
+    """It asks where agents were before; those have ended, and newer ones answer there."""
+    cluster = Cluster(memory_path / "c", (1, 1), room_s=PATIENCE)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as ended:
+            at = ended.getsockname()
+        known = NodeKnown(0, Remembered(cluster.run, 0, [at]))
+        epoch = fence.take_epoch(tmp_path)
+        grants.require(tmp_path, epoch, [known], takes_over=False)  # nobody is there
+        rank = cluster.ranks[1]
+        told = msgspec.structs.replace(rank.settings.replicas, before=[at])
+        rank.settings = msgspec.structs.replace(rank.settings, replicas=told)
+        cluster.replace_agent(rank)
+
+        def is_refused() -> bool:
+            try:
+                grants.require(tmp_path, epoch, [known], takes_over=True)
+            except ConfigError as error:
+                return "does not go on: attempt 1 is another start's" in str(error)
+            return False
+
+        until(is_refused, "the newer agent answers")
+        line, _ = dial(at, cluster.run, "read", 0, 1)
+        line.send(Look())
+        assert line.receive(Held) == Held(is_resting=True)  # nothing of the earlier one
+        line.close()
+        assert cluster.make_step() == 2 and cluster.await_whole(1)
+    finally:
+        cluster.close()
+
+
 def copied(journal: Path, control: Path, position: int) -> int:
     """Bytes that went over the connection."""
     ours, theirs = socket.socketpair()
@@ -303,6 +353,13 @@ def test_the_journal_travels_piece_by_piece_and_takes_its_place(tmp_path: Path) 
     assert opened.position == journal.position and opened.append([b"on"])
     for one in (journal, opened):
         one.close()
+    # the run was on this node, then on another one, which has brought its journal here: the own one
+    # is older, however long it is
+    os.utime(place / "durable", ns=(1, 1))
+    assert journal_copy.bring_back(control, place) is not None
+    assert list(payloads(place)) == wanted
+    aside = place.with_name(f"{place.name}{journal_copy.OLD}")
+    assert list(payloads(aside)) == [*wanted, b"on"]
 
 
 def test_a_copy_that_breaks_off_opens_as_it_was(
@@ -352,13 +409,21 @@ def test_a_new_run_without_a_second_node_is_refused(memory_path: Path) -> None:
 
 
 @pytest.fixture
-def root(memory_path: Path) -> Iterator[Path]:
+def root(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(kept, "RELEASE_S", PATIENCE)  # agents get a core when they get one
     adopt_orphans()
     yield memory_path / "c"
     for control in memory_path.glob("node*/control"):
         for lock in fence.living_agents(control):
             psutil.Process(fence.holder(lock)).kill()
         until(lambda control=control: fence.living_agents(control) == [], "no agent is left")
+
+
+def replicas_of(pid: int) -> int:
+    """Whose memory a process holds."""
+    links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    held = [link for link in links if "rft-checkpoint-replica" in os.readlink(link)]
+    return len({link.stat().st_ino for link in held})
 
 
 def test_a_run_goes_on_in_another_layout_on_the_node_that_is_left(root: Path) -> None:
@@ -374,7 +439,10 @@ def test_a_run_goes_on_in_another_layout_on_the_node_that_is_left(root: Path) ->
     config, state = trainer_config(memory_interval=1, replicas=1), whole()
     where = apart(root, 1)
     manager = CheckpointManager(root, Ranks(1).member(0), config, epoch=2, **where)
+    holder = fence.holder(fence.lock_path(where["control"], 1, 1))
+    assert replicas_of(holder) == 2
     loop: Any = manager.load(state)
+    assert replicas_of(holder) == replicas_of(os.getpid()) == 1  # of the state that was read
     assert (loop["step"], loop["seen"]) == (3, 3)
     assert equal(state, whole().fill(3)) and isinstance(state, State)
     assert manager.reached == 3
