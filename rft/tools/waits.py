@@ -119,7 +119,7 @@ what is wanted is given up after `HELD_S`
 Replicas._serve | what other agents have | none: the end of their connection | -
 Replicas._take_all | the next part of another node's agent | none: the end of its connection | -
 Replicas._answer_all | a rank that came back | none: the end of its connection | -
-Replicas._listen_before | an earlier agent of this node to end | `AGAIN_S`, again and again | it is asked
+Replicas._listen_before | an earlier agent of this node to end | `AGAIN_S`, again and again | -
 Replicas._serve_before | whoever asks for an earlier agent | none: the end of its connection | -
 checkpoint/stager.py
 SlotPool.lease | a slot of staging memory | `staging_patience_s` | that save is given up
