@@ -399,7 +399,7 @@ class Replicas:
         if isinstance(news, Gone):
             with self._changed:
                 self._roll.gone = [*self._roll.gone[-8:], news.id]
-        elif not self._whole or self._whole[-1].id != news.id:
+        elif not self._whole or self._whole[-1].step < news.step:  # lines may pass each other
             with self._changed:
                 self._whole = [*self._whole[-1:], news]
             self._report(Replicated(id=news.id, step=news.step))

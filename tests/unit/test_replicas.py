@@ -296,6 +296,18 @@ def test_a_node_that_was_cut_off_hears_that_the_others_have_gone_on(
         cluster.close()
 
 
+def test_word_of_an_older_state_that_comes_late_changes_nothing(memory_path: Path) -> None:
+    """Two threads of the first agent write on one line."""
+    cluster, heard = Cluster(memory_path / "c", (1, 1), room_s=PATIENCE), list[Any]()
+    try:
+        one = replicas.Replicas(cluster.ranks[1].settings, heard.append, lambda identity: None)
+        for word in (Whole("n2", 2, []), Whole("n1", 1, [])):
+            one._hear(word)
+        assert [word.id for word in one.held().whole] == ["n2"] and len(heard) == 1
+    finally:
+        cluster.close()
+
+
 def copied(journal: Path, control: Path, position: int) -> int:
     """Bytes that went over the connection."""
     ours, theirs = socket.socketpair()
