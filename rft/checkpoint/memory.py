@@ -162,7 +162,7 @@ class Resting:
             asked = one_message(caller, len(LOOKED), ANSWER_S)
             caller.settimeout(ANSWER_S)
             if asked == KEEP:
-                identity = one_message(caller, MOST_NAMED, ANSWER_S).decode()
+                identity = one_message(caller, MOST_NAMED, ANSWER_S).decode(errors="replace")
                 if self.replicas is not None:
                     self.replicas.keep_only(identity)
             if asked in (ENDED, KEEP):
