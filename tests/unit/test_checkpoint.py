@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ from rft.checkpoint.storage import open_storage
 from rft.config import AlgorithmConfig
 from rft.data.packing import Cost
 from rft.run.assembly import restored, resume
+from rft.trainer.control import QueueSource
 from rft.trainer.feed import Feed
 from rft.trainer.reporting import SkippedSteps
 from tests.unit.test_feed import Alone
@@ -159,6 +161,29 @@ def test_a_rank_goes_on_where_its_newest_checkpoint_stands(memory_path: Path) ->
     again = CheckpointManager(root, OneRank(), trainer_config(), epoch=2)
     assert resume(restored(again, found), feed, skips, 2) == (6, deque([0.5, 0.25]))
     assert skips.state() == [2, 1] and equal(found, state)
+
+
+class Ended(QueueSource):
+    """Of a buffer whose journal ends there."""
+
+    def __init__(self, position: int):
+        self.position = position
+
+    def mark(self) -> int:
+        return self.position
+
+    def attach(self, step: int, run_epoch: int) -> dict[str, Any]:
+        return {"replay": []}
+
+
+def test_a_journal_that_ends_before_the_checkpoint_is_told_of(
+    memory_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skips = SkippedSteps(memory_path, 0, True, print)
+    for position, is_short in ((40, True), (100, False)):
+        feed = Feed(Ended(position), Alone(), AlgorithmConfig(), 1, 1, Cost())
+        assert resume({"step": 6, "journal": 100}, feed, skips, 2)[0] == 6
+        assert ("journal ends at 40, and this state" in capsys.readouterr().out) is is_short
 
 
 def test_latest_is_a_hint_only(memory_path: Path) -> None:
