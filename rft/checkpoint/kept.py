@@ -13,6 +13,7 @@ same on all of them.
 
 import logging
 import os
+from collections.abc import Set
 from pathlib import Path
 
 from rft.checkpoint import fence, sharding
@@ -182,7 +183,7 @@ class KeptStates:
                 self.end_resting()
             self._link.release(self._kept.pop(0)[0])
 
-    def patience_s(self, writing: set[str]) -> float:
+    def patience_s(self, writing: Set[str] = frozenset()) -> float:
         """How long to wait for the slot that the newest state is not in: that one comes back at
         once, or it is among the saves that are `writing`.
         """

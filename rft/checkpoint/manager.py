@@ -333,7 +333,7 @@ class CheckpointManager:
             return False
         tensors = [snapshot.pieces[position].tensor for position in self._plan.order]
         windows = None if whole else self._model_windows
-        patience_s = None if outputs else self._states.patience_s(set())
+        patience_s = None if outputs else self._states.patience_s()
         self._stager.start(
             identity, tensors, messages.window, messages.drop, windows, patience_s=patience_s
         )

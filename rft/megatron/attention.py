@@ -315,9 +315,9 @@ class PackedAttention(nn.Module):
         return out.to(q.dtype).transpose(1, 2).reshape(b * rows, -1)
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        times = query.shape[1] // key.shape[1]
         if mask is not None and query.is_cuda:
             # of torch's kernels there for a mask, the only one that knows groups keeps all scores
+            times = query.shape[1] // key.shape[1]
             key, value = (one.repeat_interleave(times, 1) for one in (key, value))
         return F.scaled_dot_product_attention(
             query,

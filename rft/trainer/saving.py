@@ -3,8 +3,8 @@ what failed is tried again. And whether the disk follows.
 
 In: steps, what became of the saves before, a clock (rank 0's alone). Out: whether to save now, the
 same on every rank; of an interval that is too short one line, with the one that the disk sustains.
-Invariant: every rank asks once per step, in step order; what only rank 0 can
-know is shared before any rank goes by it.
+Invariant: every rank asks once per step, in step order; what only rank 0 can know is shared before
+any rank goes by it.
 """
 
 import time
@@ -19,8 +19,6 @@ from rft.checkpoint.records import Report, SaveFailed
 from rft.config import Config
 
 AGAIN_S = 60.0  # from a save that failed to the next try: a disk that is full stays so for a while
-
-
 # saves in a row that were begun while an older one was not on the disk; the first ones only fill
 # the slots, and those behind them come as the disk gives slots back
 FILLING, QUEUED = 2, 5
