@@ -132,7 +132,6 @@ class RolloutEngine(EngineRoutes):
         self.device_kind = device_kind
         self.max_model_len = max_model_len
         self.requests = self._running = 0
-        self._served: dict[str, ServedAdapter | None] = {}  # by requests that are under way
         self.tokens = 0
         self.cached = 0  # prompt tokens whose keys and values were there already
         self.colocated = colocated  # the trainer has the same devices

@@ -7,17 +7,18 @@ speaks to.
 
 Invariant: an engine whose weights are neither wholly old nor wholly new (`poisoned`) answers no
 request until a full round commits. How the key-value cache outlives a commit is told with the
-streams (`kv`): "recompute" drops it, also of requests in flight; "keep" keeps it for these, and
-salts the prefix cache, so that no new request meets it. `Turns` is the gate that requests
-pass, closed while weights are installed and while the engine sleeps; `IdleClock` counts for how
-long nothing is decoded.
+streams (`kv`): "recompute" drops it, also of requests in flight, but lets those end first that are
+near their end (`steps_worth_waiting`); "keep" keeps it for these, and salts the prefix cache, so
+that no new request meets it. `Turns` is the gate that requests pass, closed while weights are
+installed and while the engine sleeps; `IdleClock` counts for how long nothing is decoded.
 """
 
 import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -44,7 +45,7 @@ from rft.ground.rounds import (
     WorkerState,
 )
 from rft.monitor import trace
-from rft.rollout.adapter_serving import AdapterServing
+from rft.rollout.adapter_serving import AdapterServing, ServedAdapter
 from rft.rollout.worker_channel import WorkerChannel, within_reach
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's words for the parts of an engin
 # served
 LEVEL = 1
 LOAD_S = 900.0  # a large model from a slow disk
+# a step of decoding takes about as long as computing so many tokens of a prompt: measured 600 on a
+# CPU; on GPUs it reads all weights, in the time in which an H100 computes 300 (989 TFLOP/s in bf16,
+# 3.35 TB/s)
+TOKENS_PER_STEP = 512
+MOST_STEPS = 64  # that new weights wait
 P, T = ParamSpec("P"), TypeVar("T")
 
 
@@ -110,6 +116,7 @@ class EngineWeights:
         self.channel = WorkerChannel(workers)
         self.offers: list[WorkerOffer] = []  # of its workers, by their number
         self.turns = Turns(name)
+        self._served: dict[str, ServedAdapter | None] = {}  # by requests that are under way
         self.poisoned: str | None = None
         self._version = 0
         self._holding = Holding()  # but for what sleeps
@@ -223,7 +230,7 @@ class EngineWeights:
 
     @tells_its_death
     async def commit(self, coming: Round) -> Installed:
-        """Install what was staged (or, direct, receive it now); see `_install`."""
+        """Install what was staged (or, direct, receive it now); see `_install_model`."""
         with trace.overlapping("install weights", version=coming.version):
             return await self._install(coming)
 
@@ -270,19 +277,23 @@ class EngineWeights:
             return await self.turns.sleep(self.llm, patience)
 
     async def _install(self, coming: Round) -> Installed:
-        """From pause to resume. In-flight requests freeze and go on under the new weights.
+        try:
+            return await (self._install_adapter if self.adapters else self._install_model)(coming)
+        finally:
+            self.turns.open()
+
+    async def _install_model(self, coming: Round) -> Installed:
+        """From pause to resume. In-flight requests freeze and go on under the new weights, but for
+        those that are let end first.
 
         Raises RoundFailed; then the engine serves the old version again if every worker still holds
         exactly those weights, and is `poisoned` (and stays paused) if not.
         """
         assert self.llm is not None, "commit before start"
-        if self.adapters:
-            try:
-                return await self._install_adapter(coming)
-            finally:
-                self.turns.open()
         version = coming.version
         async with self._round, self._installing:
+            if self._kv != "keep" and not self.turns.asleep and not self.poisoned:
+                await self._let_end()
             began = time.monotonic()
             self.turns.close()
             await pause(self.llm, clear_cache=self._kv != "keep")
@@ -303,9 +314,26 @@ class EngineWeights:
                 if self.poisoned is None:
                     await self.turns.wake(self.llm, CACHE)
                     await self.llm.resume_generation()
-                self.turns.open()
             done = time.monotonic()
         return replace(installed, pause_s=done - began, install_s=done - paused)
+
+    async def _let_end(self) -> None:
+        """Wait for the requests that are nearest to their end, where that takes less than to
+        compute again what they have; no new one begins meanwhile.
+        """
+        assert self.llm is not None
+        tokens, left = defaultdict[str, int](int), defaultdict[str, int](int)
+        for one in self.llm.output_processor.request_states.values():
+            name = (one.parent_req or one).external_req_id
+            made = one.detokenizer.num_output_tokens()
+            tokens[name] += made + (0 if tokens[name] else one.prompt_len)  # the prompt is shared
+            # what has not begun has all before it, and nothing to lose
+            left[name] = max(left[name], one.max_tokens_param - made if made else MOST_STEPS + 1)
+        steps = steps_worth_waiting((left[name], tokens[name]) for name in tokens)
+        near = {name for name in tokens if left[name] <= steps}
+        self.turns.hold()
+        while near & self._served.keys():
+            await self.turns.one_ends()
 
     async def _install_adapter(self, coming: Round) -> Installed:
         """The adapter alone: nothing pauses, and what fails
@@ -389,6 +417,24 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def steps_worth_waiting(requests: Iterable[tuple[int, int]]) -> int:
+    """For how many more steps of decoding to put new weights off.
+
+    `requests`: of each the tokens that the longest of its samples may still get, and those that all
+    have, with the prompt, which are computed again where it has not ended. Out: the n of 0 to MOST_STEPS with the largest
+    (tokens of requests that end within n steps) - n * TOKENS_PER_STEP. From lengths alone: nothing
+    is timed.
+    """
+    best = spared = steps = 0
+    for left, tokens in sorted(requests):
+        if left > MOST_STEPS:
+            break
+        spared += tokens
+        if spared - left * TOKENS_PER_STEP > best:
+            best, steps = spared - left * TOKENS_PER_STEP, left
+    return steps
+
+
 class IdleClock:
     """For how long an engine has decoded nothing: no request is under way, or all are frozen
     (weights are installed, the devices are a trainer's). By its own process's monotonic clock.
@@ -430,34 +476,44 @@ class Turns:
         self.answered_asleep = 0  # requests; none, if all is right
         self._asleep: set[str] = set()
         self._under_way = 0
+        self._frozen = False
         self._open = asyncio.Event()
         self._open.set()
-        self._finished = asyncio.Event()
-        self._finished.set()
+        self._ended = asyncio.Event()
         self.idle = IdleClock()
 
     @property
     def asleep(self) -> bool:
         return bool(self._asleep)
 
-    def close(self) -> None:
-        """New requests wait from now on."""
+    def hold(self) -> None:
+        """New requests wait from now on; those under way go on."""
         self._open.clear()
+
+    def close(self) -> None:
+        """New requests wait from now on, and those under way stand still."""
+        self.hold()
+        self._frozen = True
         self._note()
 
     def open(self) -> None:
         self._open.set()
+        self._frozen = False
         self._note()
 
     def _note(self) -> None:
-        self.idle.note(self._under_way > 0 and self._open.is_set())
+        self.idle.note(self._under_way > 0 and not self._frozen)
+
+    async def one_ends(self) -> None:
+        """Until one more request has ended. One waits at a time."""
+        self._ended.clear()
+        await self._ended.wait()
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
         """Wait for the gate; under way until the block is left."""
         await self._open.wait()
         self._under_way += 1
-        self._finished.clear()
         self._note()
         try:
             yield
@@ -465,8 +521,7 @@ class Turns:
             self._under_way -= 1
             self._note()
             self.answered_asleep += self.asleep
-            if not self._under_way:
-                self._finished.set()
+            self._ended.set()
 
     async def sleep(self, llm: "AsyncLLM", patience: float) -> dict[str, Any]:
         """Sleep as soon as nothing is under way. What is not finished after `patience` seconds is
@@ -478,7 +533,7 @@ class Turns:
             async with asyncio.timeout(patience):
                 # one more may have come when this is told of the last one's end
                 while self._under_way:
-                    await self._finished.wait()
+                    await self.one_ends()
         except TimeoutError:
             log.warning(
                 "%s sleeps over %d requests that were not finished in %g s",

@@ -86,6 +86,35 @@ def test_weights_arrive_while_responses_are_being_made(
         assert_sampled_from(model_dirs[1], made, 0.7, start=split, min_tokens=900)
 
 
+def test_requests_near_their_end_end_before_weights_change(
+    first_weights: Any, synchronizer: Any, model_dirs: tuple[Path, Path]
+) -> None:
+    def near(engine: Any, most: int, tokens: int) -> tuple[int, int]:
+        from rft.rollout import engine_weights as here
+
+        before = here.MOST_STEPS, here.TOKENS_PER_STEP
+        here.MOST_STEPS, here.TOKENS_PER_STEP = most, tokens
+        return before
+
+    def asked(tokens: int) -> Any:
+        return ask(first_weights, n=4, temperature=0.7, max_tokens=tokens, min_tokens=tokens)
+
+    trainer = Trainer(synchronizer, model_dirs[1]).connect()
+    # for the engine 900 steps are few here, and a spared token is worth one
+    before = ray.get(first_weights.__ray_call__.remote(near, 900, 1))
+    try:
+        running = asked(900)
+        answer(ask(first_weights, max_tokens=300, min_tokens=300))
+        trainer.start(1)
+        trainer.wait()
+    finally:
+        ray.get(first_weights.__ray_call__.remote(near, *before))
+    for made in answer(running):
+        assert len(made.tokens) == 900 and [span.version for span in made.versions] == [0]
+        assert_sampled_from(model_dirs[0], made, 0.7, min_tokens=900)
+    assert {one.versions[0].version for one in answer(asked(20))} == {1}
+
+
 def test_no_token_comes_from_cached_keys_of_old_weights(
     first_weights: Any, synchronizer: Any, model_dirs: tuple[Path, Path]
 ) -> None:

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import EngineDied, EngineUnavailable
-from rft.rollout.engine_weights import IdleClock, Turns
+from rft.rollout.engine_weights import IdleClock, Turns, steps_worth_waiting
 from rft.rollout.pool import EnginePool, ResizableSemaphore
 
 
@@ -451,3 +451,50 @@ def test_an_engine_is_idle_while_no_request_is_under_way_and_while_all_are_froze
         assert after(10) == 7 and turns.idle.seconds() == (7, now[0])
 
     asyncio.run(test())
+
+
+def test_requests_that_are_let_end_still_work_and_no_new_one_begins() -> None:
+    now = [0.0]
+
+    async def test() -> None:
+        turns = Turns("engine_0")
+        turns.idle = IdleClock(lambda: now[0])
+        first, second, third = turns.request(), turns.request(), turns.request()
+        await first.__aenter__()
+        await second.__aenter__()
+        turns.hold()
+        waits = asyncio.ensure_future(third.__aenter__())
+        ends = asyncio.ensure_future(turns.one_ends())
+        await asyncio.sleep(0)
+        assert not ends.done() and not waits.done()
+        await first.__aexit__(None, None, None)
+        await ends
+        now[0] = 5.0
+        assert turns.idle.seconds() == (0.0, 5.0), "the second one is decoded"
+        assert not waits.done()
+        turns.close()
+        now[0] = 6.0
+        assert turns.idle.seconds() == (1.0, 6.0)
+        turns.open()
+        await waits
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("requests", "steps"),
+    [
+        ([], 0),
+        ([(4, 4000), (4, 4000)], 4),  # 8,000 tokens for 4 x 512
+        ([(4, 2048)], 0),  # as much as is spared
+        ([(4, 2049)], 4),
+        ([(1, 1000), (30, 8000)], 1),  # the second alone takes as long as it spares, and more
+        ([(1, 1000), (10, 8000), (60, 9000)], 10),
+        ([(64, 10**6)], 64),
+        ([(65, 10**9)], 0),  # nobody waits so long for new weights
+    ],
+)
+def test_new_weights_wait_for_requests_whose_tokens_take_longer_to_compute_again(
+    requests: list[tuple[int, int]], steps: int
+) -> None:
+    assert steps_worth_waiting(reversed(requests)) == steps
