@@ -28,7 +28,7 @@ import xxhash
 
 from rft.config import EngineConfig, ModelConfig
 from rft.ground import hubs
-from rft.ground.device import freeze_loaded, thread_environment
+from rft.ground.device import freeze_loaded, thread_environment, yield_to_engine
 from rft.ground.experience import (
     Completion,
     GenerateRequest,
@@ -168,6 +168,7 @@ class RolloutEngine(EngineRoutes):
         config = self.llm.model_config
         self.max_model_len = config.max_model_len
         freeze_loaded()
+        yield_to_engine()
         return {
             "vllm": vllm.__version__,
             "workers": self.workers,

@@ -421,9 +421,9 @@ def steps_worth_waiting(requests: Iterable[tuple[int, int]]) -> int:
     """For how many more steps of decoding to put new weights off.
 
     `requests`: of each the tokens that the longest of its samples may still get, and those that all
-    have, with the prompt, which are computed again where it has not ended. Out: the n of 0 to MOST_STEPS with the largest
-    (tokens of requests that end within n steps) - n * TOKENS_PER_STEP. From lengths alone: nothing
-    is timed.
+    have, with the prompt, which are computed again where it has not ended. Out: the n of 0 to
+    MOST_STEPS with the largest (tokens of requests that end within n steps) - n * TOKENS_PER_STEP.
+    From lengths alone: nothing is timed.
     """
     best = spared = steps = 0
     for left, tokens in sorted(requests):

@@ -35,6 +35,36 @@ def test_a_process_waits_with_all_its_threads_and_children_and_keeps_its_share()
     assert ended.stdout.split() == ["True", "True"], ended.stdout + ended.stderr
 
 
+FRONT = """
+import os, threading
+from rft.ground.device import yield_to_engine, yield_to_others
+
+def behind(thread):
+    return os.getpriority(os.PRIO_PROCESS, thread.native_id) - before
+
+def copy():
+    yield_to_others()
+    copies.set()
+    said.wait()
+
+before, said, copies = os.getpriority(os.PRIO_PROCESS, 0), threading.Event(), threading.Event()
+early, copier = threading.Thread(target=said.wait), threading.Thread(target=copy)
+early.start()
+copier.start()
+copies.wait()
+yield_to_engine()
+late = threading.Thread(target=said.wait)
+late.start()
+print(*map(behind, [threading.main_thread(), early, late, copier]))
+said.set()
+"""
+
+
+def test_the_front_of_an_engine_comes_behind_it_with_all_its_threads() -> None:
+    ended = subprocess.run([sys.executable, "-c", FRONT], capture_output=True, text=True)
+    assert ended.stdout.split() == ["5", "5", "5", "10"], ended.stdout + ended.stderr
+
+
 STARTER = """
 import asyncio, os, sys
 from rft.ground.device import wait_for_turn
