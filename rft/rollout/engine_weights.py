@@ -19,7 +19,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from msgspec.structs import replace
@@ -61,7 +61,7 @@ LOAD_S = 900.0  # a large model from a slow disk
 # CPU; on GPUs it reads all weights, in the time in which an H100 computes 300 (989 TFLOP/s in bf16,
 # 3.35 TB/s)
 TOKENS_PER_STEP = 512
-MOST_STEPS = 64  # that new weights wait
+MOST_STEPS, MOST_S = 64, 30.0  # that new weights wait; seconds where steps are slow beyond reason
 P, T = ParamSpec("P"), TypeVar("T")
 
 
@@ -332,8 +332,10 @@ class EngineWeights:
         steps = steps_worth_waiting((left[name], tokens[name]) for name in tokens)
         near = {name for name in tokens if left[name] <= steps}
         self.turns.hold()
-        while near & self._served.keys():
-            await self.turns.one_ends()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MOST_S):
+                while near & self._served.keys():
+                    await self.turns.one_ends()
 
     async def _install_adapter(self, coming: Round) -> Installed:
         """The adapter alone: nothing pauses, and what fails

@@ -213,6 +213,8 @@ RolloutEngine._watch_processes.sleep_until_one_ends | vLLM's processes end | non
 for their death | the engine failed; stopped: `STOPPED_S`
 await_exit_code | an ended process's exit code | a second | without it
 rollout/engine_weights.py
+EngineWeights._let_end | requests near their end | `MOST_S` | their caches are computed again
+Turns.one_ends | one more request ends | the caller's limit | -
 Turns.request | the engine wakes | none: the task's `max_timeout` | the task is tried again
 Turns.sleep | requests under way | a share of `sync_timeout` | frozen as they are
 rollout/environments.py
