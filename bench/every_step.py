@@ -6,6 +6,8 @@
              the first ones after a change, which pay for what was before, are not counted
     lost     mean step while each is saved - mean step of the same round while none is
     judged   upper end of the 95 % interval of lost / step over the rounds (bootstrap)
+    told     the same by medians, as `bench.checkpoint` takes them: what a save costs as a rule,
+             without the few steps that last much longer, of whatever kind they are
 
 In: nothing; random weights in the shapes of the quickstart's model and of SmolLM2-135M, a
 supervised stage (mode=train) of one rank with one thread, through `rft.run.assembly`; only who says
@@ -25,11 +27,12 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -44,6 +47,7 @@ NONE, MEMORY, DISK = KINDS = ("none", "memory", "disk")
 SMOLLM = {"hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "head_dim": 64, "ffn": 1536}
 CLAIMED, BAR, STEP_S = 200, 0.01, 5.0
 DRAWS = 4000  # of the bootstrap
+T = TypeVar("T")
 CALM = ("trainer.memory_interval=0", "trainer.spares=false", "trainer.save_hf_checkpoint=never")
 
 
@@ -248,11 +252,21 @@ def in_a_run(case: Case, rounds: int, budget_s: float) -> tuple[Any, int, float]
     return {kind: {n: some[n] for n in whole} for kind, some in steps.items()}, size, skipped
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """95 % of the mean over rounds."""
+def interval(rounds: list[T], value: Callable[[list[T]], float]) -> tuple[float, float]:
+    """95 % of a value of the rounds."""
     chance = random.Random(11)
-    drawn = [statistics.fmean(chance.choices(values, k=len(values))) for _ in range(DRAWS)]
+    drawn = [value(chance.choices(rounds, k=len(rounds))) for _ in range(DRAWS)]
     return report.quantile(drawn, 0.025), report.quantile(drawn, 0.975)
+
+
+def apart(rounds: list[tuple[list[float], list[float]]]) -> float:
+    """Of each round the steps that are saved and those that are not: how far medians of all lie
+    apart, as a share of a step that is not.
+    """
+    saved, clean = (
+        report.median(list(chain.from_iterable(one))) for one in zip(*rounds, strict=True)
+    )
+    return saved / clean - 1
 
 
 def judged(case: Case, steps: Any, size: int) -> dict[str, dict[str, float]]:
@@ -267,13 +281,21 @@ def judged(case: Case, steps: Any, size: int) -> dict[str, dict[str, float]]:
             lost.append(statistics.fmean(w for w, _ in some) - clean[number])
             busy.append(statistics.fmean(b for _, b in some) - quiet[number])
         step = statistics.fmean(clean.values())
-        low, high = interval([one / step for one in lost])
+        low, high = interval([one / step for one in lost], statistics.fmean)
+        pairs = [
+            ([w for w, _ in some], [w for w, _ in steps[NONE][n]])
+            for n, some in steps[kind].items()
+        ]
+        typical = interval(pairs, apart)
         found[kind] = {
             "saves": sum(map(len, steps[kind].values())),
             "step": step,
             "lost": statistics.fmean(lost),
             "low": low,
             "high": high,
+            "median": apart(pairs),
+            "median low": typical[0],
+            "median high": typical[1],
             "ms/GiB": 1e3 * statistics.fmean(lost) / (size / 2**30),
             "processor ms/GiB": 1e3 * statistics.fmean(busy) / (size / 2**30),
         }
@@ -288,6 +310,8 @@ def say(case: Case, found: dict[str, dict[str, float]], size: int, skipped: floa
             f"{1e3 * one['lost']:.1f}",
             f"{one['lost'] / one['step']:.2%}",
             f"{one['low']:.2%}..{one['high']:.2%}",
+            f"{one['median']:.2%}",
+            f"{one['median low']:.2%}..{one['median high']:.2%}",
             f"{one['ms/GiB']:.0f}",
             f"{one['processor ms/GiB']:.0f}",
         ]
@@ -298,7 +322,8 @@ def say(case: Case, found: dict[str, dict[str, float]], size: int, skipped: floa
         f"{case.name}: {size / 2**20:.0f} MiB at every step, clean step {step:.3f} s, "
         f"{skipped:.0f} left out; load {os.getloadavg()[0]:.1f}"
     )
-    header = ["saved", "saves", "lost ms", "/ step", "95 %", "ms/GiB", "processor ms/GiB"]
+    header = ["saved", "saves", "lost ms", "/ step", "95 %", "by medians", "95 %", "ms/GiB"]
+    header += ["processor ms/GiB"]
     report.table(title, header, rows)
 
 
