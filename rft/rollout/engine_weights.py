@@ -292,7 +292,8 @@ class EngineWeights:
         assert self.llm is not None, "commit before start"
         version = coming.version
         async with self._round, self._installing:
-            if self._kv != "keep" and not self.turns.asleep and not self.poisoned:
+            decodes = self._served and not self.turns.asleep and not self.poisoned
+            if decodes and self._kv != "keep":
                 await self._let_end()
             began = time.monotonic()
             self.turns.close()
