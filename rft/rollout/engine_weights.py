@@ -230,7 +230,7 @@ class EngineWeights:
 
     @tells_its_death
     async def commit(self, coming: Round) -> Installed:
-        """Install what was staged (or, direct, receive it now); see `_install_model`."""
+        """Install what was staged (or, direct, receive it now); see `_install`."""
         with trace.overlapping("install weights", version=coming.version):
             return await self._install(coming)
 
@@ -277,12 +277,6 @@ class EngineWeights:
             return await self.turns.sleep(self.llm, patience)
 
     async def _install(self, coming: Round) -> Installed:
-        try:
-            return await (self._install_adapter if self.adapters else self._install_model)(coming)
-        finally:
-            self.turns.open()
-
-    async def _install_model(self, coming: Round) -> Installed:
         """From pause to resume. In-flight requests freeze and go on under the new weights, but for
         those that are let end first.
 
@@ -290,8 +284,10 @@ class EngineWeights:
         exactly those weights, and is `poisoned` (and stays paused) if not.
         """
         assert self.llm is not None, "commit before start"
+        if self.adapters:
+            return await self._install_adapter(coming)
         version = coming.version
-        async with self._round, self._installing:
+        async with self._round, self._installing, self.turns.opened_behind():
             decodes = self._served and not self.turns.asleep and not self.poisoned
             if decodes and self._kv != "keep":
                 await self._let_end()
@@ -355,7 +351,7 @@ class EngineWeights:
                 adapters=states[0].adapters,
             )
 
-        async with self._round:
+        async with self._round, self.turns.opened_behind():
             # requests of old adapters may have to make room first
             await self.turns.wake(self.llm, WEIGHTS, CACHE)
             try:
@@ -503,6 +499,14 @@ class Turns:
         self._open.set()
         self._frozen = False
         self._note()
+
+    @asynccontextmanager
+    async def opened_behind(self) -> AsyncIterator[None]:
+        """Whatever becomes of a change of weights: requests go on behind it."""
+        try:
+            yield
+        finally:
+            self.open()
 
     def _note(self) -> None:
         self.idle.note(self._under_way > 0 and not self._frozen)
