@@ -347,15 +347,18 @@ def turns_not_inherited() -> Iterator[None]:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def freeze_loaded() -> None:
+def freeze_loaded(young: int | None = None) -> None:
     """Python's collector passes over all that this process holds by now (modules, a model, a
-    tokenizer), which stays anyway, and looks at what is new less often. Once, when it begins to
-    serve: looking through hundreds of thousands of old objects again and again took an engine's
-    front, and every request that waited for it, more than a quarter of its time.
+    tokenizer), which stays anyway, and looks at what is new once there are `young` objects (None:
+    as often as before). Once, when it begins to serve or to train: looking through hundreds of
+    thousands of old objects again and again took an engine's front, and every request that waited
+    for it, more than a quarter of its time, and a rank, with all that wait for it, a quarter of a
+    second every few hundred steps.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG)
+    if young is not None:
+        gc.set_threshold(young)
 
 
 def spare_cores() -> int:

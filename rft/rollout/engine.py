@@ -28,7 +28,7 @@ import xxhash
 
 from rft.config import EngineConfig, ModelConfig
 from rft.ground import hubs
-from rft.ground.device import freeze_loaded, thread_environment, yield_to_engine
+from rft.ground.device import YOUNG, freeze_loaded, thread_environment, yield_to_engine
 from rft.ground.experience import (
     Completion,
     GenerateRequest,
@@ -167,7 +167,7 @@ class RolloutEngine(EngineRoutes):
         self._watch_processes()
         config = self.llm.model_config
         self.max_model_len = config.max_model_len
-        freeze_loaded()
+        freeze_loaded(YOUNG)
         yield_to_engine()
         return {
             "vllm": vllm.__version__,

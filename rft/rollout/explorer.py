@@ -31,7 +31,7 @@ from rft.buffer.calls import CallBatcher, answered
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExplorerConfig, ModelConfig
 from rft.data.taskset import Taskset, for_journal, from_journal
-from rft.ground.device import freeze_loaded
+from rft.ground.device import YOUNG, freeze_loaded
 from rft.ground.experience import (
     Experience,
     GenerateRequest,
@@ -184,7 +184,7 @@ class Explorer:
             self._keep(self.keeper.follow(self.pool))
         if self.config.runner_state_report_interval > 0:
             self._keep(self._report())
-        freeze_loaded()
+        freeze_loaded(YOUNG)
         self.phase = "ready"
         await self.resume()
         return {

@@ -9,6 +9,7 @@ supervisor's Ray. Out: exit code 0, or a failure record (rank, phase, cause) in 
 directory and exit code 1, or REFUSED: another start would end in the same way.
 """
 
+import gc
 import importlib
 import json
 import logging
@@ -171,6 +172,7 @@ def run(rank: Rank) -> None:
     config = rank.config
     rank.backend.import_parts()
     importlib.import_module("rft.run.assembly")
+    gc.freeze()  # code stays: no collection while parts are built looks through it
     rank.recovery.mark("imports")
     mesh = rank.backend.open_mesh()
     rank.recovery.mark("groups")
@@ -210,6 +212,7 @@ def _train(rank: Rank, mesh: TrainerMesh) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, rank.stop)
     logs.show_stacks_when_stopped()
+    devices.freeze_loaded()
     reached = trainer.fit(built.start)
     trainer.phase = "closing"
     trainer.feed.close()

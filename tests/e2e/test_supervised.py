@@ -8,7 +8,7 @@ import pytest
 
 from rft.ground.experience import Batch, decode
 
-from runs import is_one_line, metrics, step_rows, train, write_assets
+from runs import checkpoints, is_one_line, metrics, step_rows, train, write_assets
 
 RANKS = "trainer.num_ranks=2"
 
@@ -85,3 +85,15 @@ def test_steps_that_are_not_finite_end_the_run_with_their_batch(
         ), run.errors()
     assert len(decode(saved.read_bytes(), Batch).experiences) == 8
     assert [row["skipped_steps"] for row in metrics(job)] == [0, 1, 2]
+
+
+def test_the_collector_passes_over_what_a_rank_has_loaded(
+    tmp_path: Path, assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is saved where most of the rank's objects are passed over."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "verify" / "planted"))
+    is_saved = "(gc := __import__('gc')).get_freeze_count() > 10 * len(gc.get_objects())"
+    monkeypatch.setenv("RFT_PLANTED", f"rft.trainer.saving:SaveTimes.is_due={is_saved}")
+    with train(*overrides(tmp_path, assets, "trainer.total_steps=2")) as run:
+        assert (run.end(), run.errors()) == (0, "")
+    assert checkpoints(tmp_path / "rft" / "run") == [1, 2]
