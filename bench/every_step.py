@@ -2,8 +2,8 @@
 
     python -m bench.every_step [--quick] [--only quickstart 135M both] [--saves N]
 
-    round    none, memory, disk in an order that is drawn, each for so many steps on end;
-             the first ones after a change, which pay for what was before, are not counted
+    round    none, memory, disk in an order that is drawn, each for a step, or for so many on
+             end; of these the first, which pay for what was before, are not counted
     lost     mean step while each is saved - mean step of the same round while none is
     judged   upper end of the 95 % interval of lost / step over the rounds (bootstrap)
     told     the same by medians, as `bench.checkpoint` takes them: what a save costs as a rule,
@@ -69,10 +69,11 @@ class Case:
 
 BOTH = "both"
 CASES = {
-    # a machine that others share drifts within seconds: short blocks, close to one another
-    "quickstart": Case("quickstart", {}, 128, steps=4, left=2, quick_s=120.0),
+    # a machine that others share drifts within seconds, and a save is over within its step: each
+    # step by itself, with its neighbours
+    "quickstart": Case("quickstart", {}, 128, steps=1, left=0, quick_s=120.0),
     "135M": Case(
-        "135M", {**SMOLLM, "vocab": 49152}, 56, steps=6, left=1, quick_s=240.0, least_s=STEP_S
+        "135M", {**SMOLLM, "vocab": 49152}, 56, steps=1, left=0, quick_s=240.0, least_s=STEP_S
     ),
     # steps of two kinds, a short and a long one, may go in turn: blocks are of both
     BOTH: Case(BOTH, {}, 32, steps=20, left=4, quick_s=120.0, bar=0.05),
@@ -168,6 +169,7 @@ def train(top: Path, case: Case, rounds: int, budget_s: float, results: Any) -> 
         save_times=blocks,
         log_step=blocks.told,
     )
+    devices.freeze_loaded()  # as a rank does
     trainer.fit(built.start)
     size = sum(one.tensor.nbytes for one in models.snapshot().pieces)
     trainer.checkpoints.close()
