@@ -191,7 +191,7 @@ class ExperienceFile(StatelessSource):
         if not self.batches:
             raise ConfigError(too_few(path, len(groups), size))
 
-    def take(self, step: int) -> Batch:
+    def batch(self, step: int) -> Batch:
         """The batch of `step`, which depends on nothing else; empty when the run is over."""
         if self.total_steps is not None and step >= self.total_steps:
             return Batch(step=step, experiences=[])

@@ -297,7 +297,7 @@ class SupervisedRows(StatelessSource):
                 "%s %d have fewer than two tokens and are left out", rows, self.too_short
             )
 
-    def take(self, step: int) -> Batch:
+    def batch(self, step: int) -> Batch:
         """The batch of `step`; empty when the run is over."""
         if self.total_steps is not None and step >= self.total_steps:
             return Batch(step=step, experiences=[])

@@ -11,6 +11,7 @@ from rft.algorithm import credit
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import AlgorithmConfig, ExperienceBufferConfig
+from rft.data.files import StatelessSource
 from rft.data.packing import Cost, Packed, Stacked
 from rft.ground.experience import Batch, Experience, encode
 from rft.trainer.feed import Feed
@@ -121,10 +122,17 @@ class Shown:
         return self._batch(step)
 
 
+class Rows(StatelessSource):
+    """Other objects each time that a batch is made."""
+
+    def batch(self, step: int) -> Batch:
+        return Shown()._batch(step)
+
+
 @pytest.mark.parametrize(
     ("source", "judged"),
-    [(Shown(), 4), (Shown(other=2), 5), (Shown(error=OSError("gone")), 3)],
-    ids=["as seen", "others are taken", "nothing is seen"],
+    [(Shown(), 4), (Shown(other=2), 5), (Shown(error=OSError("gone")), 3), (Rows(), 4)],
+    ids=["as seen", "others are taken", "nothing is seen", "rows of a file"],
 )
 def test_a_step_trains_on_what_is_taken(
     source: Any, judged: int, monkeypatch: pytest.MonkeyPatch

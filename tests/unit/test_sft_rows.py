@@ -97,6 +97,9 @@ def test_a_resume_at_any_step_goes_on_exactly_there(tmp_path: Path, tokenizer: A
         assert (
             SupervisedRows(config, tokenizer, 3, 1, 64, total_steps=8).take(step) == batches[step]
         )
+    straight.begin_look(2)
+    assert straight.look() == batches[2]
+    assert straight.take(6) == batches[6], "whatever was looked for"
     other = SupervisedRows(config, tokenizer, 3, 2, 64, total_steps=8)
     assert [other.take(step) for step in range(8)] != batches[:8]
     trained = [e.task for batch in batches for e in batch.experiences]
