@@ -171,7 +171,7 @@ class Learner(Network):
     def vitals(self) -> dict[str, Any]:
         """Counters and a digest of the weights of this rank, taken from the model itself."""
         return {
-            "layout": [self.mesh.layout(), str(self.dtype)],
+            "layout": [self.mesh.layout(), str(self.dtype), state.SAMPLED],
             "step": self.step,
             "updates": self.optimizer.updates,
         } | self._tensors.digests()

@@ -27,7 +27,7 @@ from rft.megatron.mesh import Mesh
 from rft.megatron.optimizer import Optimizer
 from rft.megatron.weights import Shard
 
-SAMPLED = 1024  # elements of a tensor at most that a digest looks at
+SAMPLED = 128  # elements of a tensor at most that a digest looks at, each in no cache
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
@@ -107,7 +107,7 @@ def _saved_buffers(model: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.
 
 class Samples:
     """The bits of some elements of each tensor, looked at in few calls: `views`, and room for what
-    they show, a row of 8 KiB each on their device.
+    they show, a row of 1 KiB each on their device.
     """
 
     def __init__(self, tensors: list[torch.Tensor]):

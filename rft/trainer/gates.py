@@ -251,7 +251,9 @@ def lost(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def differences(kept: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Counters are compared always, tensors where the same ranks hold the same parts."""
+    """Counters are compared always, tensors where the same ranks hold the same parts, and the same
+    elements of them are looked at.
+    """
     same = [one.get("layout") for one in kept] == [one.get("layout") for one in now]
     found = []
     for rank, (then, here) in enumerate(zip(kept, now, strict=False)):
