@@ -27,6 +27,7 @@ from bench import report
 from bench.checkpoint_peers import PEERS, Mode
 from bench.checkpoint_rft import RFT
 from bench.checkpoint_state import State, Training
+from rft.ground.device import freeze_loaded
 
 MODES: dict[str, type[Mode]] = {mode.name: mode for mode in [*PEERS, *RFT]}
 CLEAN_STEPS = 5  # measured just before each save
@@ -214,6 +215,7 @@ class Turns:
                 mode.start(self.states[mode.name])
                 self.result.start_s[mode.name] = time.perf_counter() - begin
                 self.result.start_bytes[mode.name] = _own_memory() - before
+            freeze_loaded()  # as a rank does before it trains: no mode's steps wait for that
             self._rounds(progress)
         finally:
             for mode in self.modes:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rft.tools import docs_tables
-from tests.verify import mutants
+from tests.verify import mutants, mutations
 from tests.verify.planted.sitecustomize import BODIES, functions, planted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,6 +87,18 @@ def test_functions_and_tests_of_mutants_are_there() -> None:
         ast.parse(BODIES.get(one.instead, f"def planted(): return ({one.instead})"))
         standing = docs_tables.Standing(one.row, states.get(one.row, ""), "how", (one.test,))
         wrong += [f"{one.row}: {problem}" for problem in problems(standing)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_mutations_fit_the_source_that_they_change() -> None:
+    """`tests/verify/test_silent_faults.py` plants them."""
+    wrong = []
+    for one in mutations.MUTATIONS:
+        source = Path(one.place.partition(":")[0].replace(".", "/") + ".py")
+        try:
+            ast.parse(mutations.changed(one, (ROOT / source).read_text()))
+        except LookupError as error:
+            wrong.append(str(error))
     assert not wrong, "\n".join(wrong)
 
 

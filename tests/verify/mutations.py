@@ -10,6 +10,7 @@ exactly once, so that no mutation quietly becomes none; each changes the numbers
 """
 
 import ast
+import functools
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -172,18 +173,18 @@ MUTATIONS = [
     *_of(
         "restore",
         "checkpoint.reader",
-        (
-            "_copy",
-            "view[place] = values[(slice(None), *inner)]",
-            "view[place] = values[(slice(None), *inner)][::-1]",
-        ),
-        ("_copy", "data = file.read(region.at +", "data = file.read(0 * region.at +"),
+        ("_range", ".view(np.uint8)", ".copy().view(np.uint8)"),
+        ("_range", "return region.at +", "return 0 * region.at +"),
     ),
     *_of(
         "restore",
         "checkpoint.restore",
         ("_read_pieces", "zip(pieces, claims, strict=True)", "zip(pieces[:9], claims)"),
-        ("_read_pieces", " _fill(piece", " 'exp_avg_sq' in claim.key or _fill(piece"),
+        (
+            "_read_pieces",
+            "direct.append((claim, place))",
+            "'exp_avg_sq' in claim.key or direct.append((claim, place))",
+        ),
         (
             "_read_pieces",
             "pieces = policy.snapshot().pieces\n",
@@ -193,27 +194,46 @@ MUTATIONS = [
     *_of(
         "restore",
         "checkpoint.stager",
-        ("Stager._copy", "region.at - start)", "max(0, region.at - start - 512))"),
-        ("Stager._copy", "slot.bytes, tensor,", "slot.bytes, 0 * tensor,"),
+        ("_view", "[region.at - start :]", "[max(0, region.at - start - 512) :]"),
+    ),
+    *_of(
+        "restore",
+        "ground.streams",
+        (
+            "HostCopier.copy",
+            "_foreach_copy_(places, small)",
+            "_foreach_copy_(places, [0 * one for one in small])",
+        ),
     ),
 ]
+
+
+def changed(mutation: Mutation, source: str) -> str:
+    """The source of its module with it. Raises LookupError where it does not fit."""
+    _, _, qualname = mutation.place.partition(":")
+    nodes = _functions(source).get(qualname, [])
+    if len(nodes) != 1:
+        raise LookupError(f"{mutation}: {len(nodes)} functions of that name")
+    lines, first, last = source.splitlines(keepends=True), nodes[0].lineno - 1, nodes[0].end_lineno
+    own = "".join(lines[first:last])
+    if own.count(mutation.old) != 1:
+        raise LookupError(f"{mutation}: stands there {own.count(mutation.old)} times")
+    return "".join([*lines[:first], own.replace(mutation.old, mutation.new), *lines[last:]])
+
+
+@functools.cache
+def _functions(source: str) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for name, node in functions(ast.parse(source)):
+        found.setdefault(name, []).append(node)
+    return found
 
 
 def plant(mutation: Mutation) -> None:
     module, _, qualname = mutation.place.partition(":")
     found = importlib.import_module(module)
-    source = inspect.getsource(found)
-    (node,) = [node for name, node in functions(ast.parse(source)) if name == qualname]
-    lines = source.splitlines(keepends=True)
-    own = "".join(lines[node.lineno - 1 : node.end_lineno])
-    if own.count(mutation.old) != 1:
-        raise LookupError(f"{mutation}: stands there {own.count(mutation.old)} times")
-    text = [
-        *lines[: node.lineno - 1],
-        own.replace(mutation.old, mutation.new),
-        *lines[node.end_lineno :],
-    ]
-    compiled = compile("".join(text), str(found.__file__), "exec")
+    text = changed(mutation, inspect.getsource(found))
+    compiled = compile(text, str(found.__file__), "exec")
     (code,) = [code for code in _codes(compiled) if code.co_qualname == qualname]
     owner: Any = found
     for name in qualname.split("."):
