@@ -14,6 +14,7 @@ unpickler that knows the classes below and calls nothing else.
 """
 
 import argparse
+import enum
 import io
 import json
 import pickle
@@ -70,6 +71,13 @@ class TorchDistError(ValueError):
 # --- pickles --------------------------------------------------------------------------------------
 
 
+def _member(kind: Any, name: Any) -> enum.Enum:
+    """Of an enumeration, and nothing else that has attributes."""
+    if not (isinstance(kind, enum.EnumMeta) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"{name!r} of {kind!r} has no place in a checkpoint's index")
+    return kind[name]
+
+
 def _allowed() -> dict[tuple[str, str], Any]:
     """Everything that an index of this format consists of: records without behaviour, and torch's
     own constants.
@@ -79,6 +87,7 @@ def _allowed() -> dict[tuple[str, str], Any]:
         ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
         ("collections", "OrderedDict"): OrderedDict,
         ("argparse", "Namespace"): argparse.Namespace,
+        ("builtins", "getattr"): _member,  # how Python 3.11 pickles one, before 3.11.4
     }
     found |= {("torch", name): getattr(torch, name) for name in _DTYPES}
     listed = (

@@ -6,12 +6,14 @@ import io
 import pickle
 import shutil
 import tarfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.planner import WriteItemType
 from torch_dist_jobs import digest
 
 from rft.ground.names import Dims, architecture_of, read_hf_config
@@ -131,6 +133,26 @@ def test_no_pickle_runs_code(models: dict[str, Path], written: Path, tmp_path: P
     with pytest.raises(TorchDistError, match="has no place in a checkpoint's index"):
         opened(models["qwen3"], written)
     assert not mark.exists()
+
+
+class Named:
+    """A member of an enumeration, as Python 3.11 pickles one before 3.11.4."""
+
+    def __init__(self, kind: Any, name: str):
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.kind, self.name)
+
+
+def test_an_index_of_an_older_python_is_read_and_no_other_attribute() -> None:
+    def read(kind: Any, name: str) -> Any:
+        return torch_dist.IndexUnpickler(io.BytesIO(pickle.dumps(Named(kind, name)))).load()
+
+    assert read(WriteItemType, "TENSOR") is WriteItemType.TENSOR
+    for kind, name in ((OrderedDict, "fromkeys"), (WriteItemType, "__class__")):
+        with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint's index"):
+            read(kind, name)
 
 
 class Program(torch.nn.Module):

@@ -4,8 +4,8 @@ older tables hold becomes records.
 
 import contextlib
 import random
+import shutil
 import sqlite3
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -107,9 +107,7 @@ def act(mine: Events, db: sql.Connection, chance: random.Random) -> None:
 
 def test_tables_of_8c2d7f2_become_records(tmp_path: Path) -> None:
     """As they were recorded: killed after step 5, saved at step 4, four groups under way."""
-    with tarfile.open(ARCHIVE) as archive:
-        for name in ("buffer.db", "buffer.db-wal"):
-            archive.extract(name, tmp_path, filter="data")
+    shutil.unpack_archive(ARCHIVE, tmp_path)
     engine = connect(f"sqlite:///{tmp_path / 'buffer.db'}")
     tables = Tables("experience_buffer")
     with engine.begin() as db:

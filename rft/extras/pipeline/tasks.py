@@ -205,8 +205,12 @@ async def _all(jobs: Any) -> None:
         async with asyncio.TaskGroup() as group:
             for job in jobs:
                 group.create_task(job)
-    except* OperatorFailed as failed:
-        raise failed.exceptions[0] from None
+    # no `except*`: before Python 3.11.4 what is raised in one comes as a group again
+    except ExceptionGroup as failed:
+        wrong, others = failed.split(OperatorFailed)
+        if wrong is None or others is not None:
+            raise
+        raise wrong.exceptions[0] from None
 
 
 async def _delegated(config: Config, output: TaskOutput) -> tuple[int, list[Row], Report]:
