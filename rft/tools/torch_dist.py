@@ -87,7 +87,7 @@ def _allowed() -> dict[tuple[str, str], Any]:
         ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
         ("collections", "OrderedDict"): OrderedDict,
         ("argparse", "Namespace"): argparse.Namespace,
-        ("builtins", "getattr"): _member,  # how Python 3.11 pickles one, before 3.11.4
+        ("builtins", "getattr"): _member,  # as Python 3.11.2, which Debian 12 has, pickles one
     }
     found |= {("torch", name): getattr(torch, name) for name in _DTYPES}
     listed = (

@@ -136,7 +136,7 @@ def test_no_pickle_runs_code(models: dict[str, Path], written: Path, tmp_path: P
 
 
 class Named:
-    """A member of an enumeration, as Python 3.11 pickles one before 3.11.4."""
+    """A member of an enumeration, as Python 3.11.2 pickles one."""
 
     def __init__(self, kind: Any, name: str):
         self.kind, self.name = kind, name

@@ -205,7 +205,7 @@ async def _all(jobs: Any) -> None:
         async with asyncio.TaskGroup() as group:
             for job in jobs:
                 group.create_task(job)
-    # no `except*`: before Python 3.11.4 what is raised in one comes as a group again
+    # no `except*`: in Python 3.11.2, which Debian 12 has, what is raised in one comes as a group
     except ExceptionGroup as failed:
         wrong, others = failed.split(OperatorFailed)
         if wrong is None or others is not None:
