@@ -6,6 +6,7 @@ In: lengths, or chains of rows that share beginnings, and what a sequence costs.
 which rows come decides nothing.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,17 +167,21 @@ def fill(
     """`rows`, largest first, each into the group of least value that has room, or else each into
     the fullest that has.
     """
+    values, sizes = value.tolist(), size.tolist()
     for fullest in (False, True):
         found: list[list[int]] = [[] for _ in range(groups)]
-        load, used = np.zeros(groups), np.zeros(groups, dtype=np.int64)
+        used = [0] * groups
+        order = [(0.0, group) for group in range(groups)]  # by what they are chosen by, best first
         for row in rows:
-            room = used + size[row] <= limit
-            if not room.any():
+            fits = limit - sizes[row]
+            first = bisect_left(order, (-fits, -1)) if fullest else 0
+            at = next((at for at in range(first, groups) if used[order[at][1]] <= fits), None)
+            if at is None:
                 break
-            best = int(np.argmin(np.where(room, -used if fullest else load, np.inf)))
+            before, best = order.pop(at)
             found[best].append(row)
-            load[best] += value[row]
-            used[best] += size[row]
+            used[best] += sizes[row]
+            insort(order, (-used[best] if fullest else before + values[row], best))
         else:
             return found
     return None

@@ -31,12 +31,12 @@ WORTH = 1 / 32  # of a group's tokens: rows that share less need not be in one m
 @dataclass(frozen=True)
 class Chain:
     """Rows of one group in an order of their tokens; `shared`: how many first tokens of each are
-    those of the row before it, 0 of the first.
+    those of the row before it, 0 of the first. Lists: most have few rows, or one.
     """
 
     rows: list[int]
-    lengths: np.ndarray  # int64
-    shared: np.ndarray  # int64
+    lengths: list[int]
+    shared: list[int]
 
     def pieces(self, limit: int) -> list["Chain"]:
         """Rows that follow each other, cut where they would be larger than `limit`; a single row
@@ -48,31 +48,30 @@ class Chain:
             if _size(computed, keys) > limit and at > first:
                 found.append(self._piece(first, at))
                 first, computed, keys = at, length, length
-        return [*found, self._piece(first, len(self.rows))]
+        return [*found, self._piece(first, len(self.rows))] if found else [self]
 
     def _piece(self, first: int, last: int) -> "Chain":
-        shared = self.shared[first:last].copy()
-        shared[0] = 0
+        shared = [0, *self.shared[first + 1 : last]]
         return Chain(self.rows[first:last], self.lengths[first:last], shared)
 
     @property
     def computed(self) -> int:
         """Tokens."""
-        return int((self.lengths - self.shared).sum())
+        return sum(self.lengths) - sum(self.shared)
 
     @property
     def size(self) -> int:
         """What it takes of a microbatch's tokens: those that are computed, more where their keys
         are many.
         """
-        return _size(self.computed, int(self.lengths.sum()))
+        return _size(self.computed, sum(self.lengths))
 
     def value(self, linear: float, attention: float) -> float:
         """What it costs, by the two factors of `Cost`: queries of a row come behind what it
         shares, and see that, too.
         """
-        squares = (self.lengths**2 - self.shared**2).sum()
-        return float(linear * self.computed + attention * squares)
+        squares = sum(n * n for n in self.lengths) - sum(n * n for n in self.shared)
+        return linear * self.computed + attention * squares
 
 
 def _size(computed: int, keys: int) -> int:
@@ -93,17 +92,18 @@ def chains(
         members.setdefault(group if group >= 0 else -1 - row, []).append(row)
     found = []
     for rows in members.values():
-        # any order of whole tokens puts those that begin alike side by side
-        rows.sort(key=lambda row: (tokens[row].tobytes(), row))
-        shared = shared_lengths(
-            [tokens[row] for row in rows],
-            [trained[row] for row in rows],
-            [0] * len(rows),
-            [routes[row] for row in rows] if routes else (),
-        )
-        lengths = np.array([len(tokens[row]) for row in rows], dtype=np.int64)
-        chain = Chain(rows, lengths, shared)
-        found += [chain] if shared.sum() >= WORTH * lengths.sum() else chain.pieces(0)
+        shared = [0]
+        if len(rows) > 1:
+            # any order of whole tokens puts those that begin alike side by side
+            rows.sort(key=lambda row: (tokens[row].tobytes(), row))
+            shared = shared_lengths(
+                [tokens[row] for row in rows],
+                [trained[row] for row in rows],
+                [0] * len(rows),
+                [routes[row] for row in rows] if routes else (),
+            ).tolist()
+        chain = Chain(rows, [len(tokens[row]) for row in rows], shared)
+        found += [chain] if sum(shared) >= WORTH * sum(chain.lengths) else chain.pieces(0)
     return found
 
 
@@ -122,13 +122,16 @@ def shared_lengths(
     """
     found = np.zeros(len(tokens), dtype=np.int64)
     taken = np.zeros(0, dtype=bool)  # of the path so far: in which places some row's loss is
-    for at, (own, is_trained) in enumerate(zip(tokens, trained, strict=True)):
-        flags = is_trained != 0
-        if at and groups[at] == groups[at - 1]:
-            same = _alike(own, tokens[at - 1], flags, taken)
-            found[at] = _routed_alike(routes[at - 1], routes[at], same) if routes else same
-        shared = int(found[at])
-        taken = np.concatenate([taken[:shared] | flags[:shared], flags[shared:]])
+    for at in range(1, len(tokens)):
+        if groups[at] != groups[at - 1]:
+            continue
+        if at == 1 or groups[at - 1] != groups[at - 2]:  # where a group begins
+            taken = trained[at - 1] != 0
+        flags = trained[at] != 0
+        same = _alike(tokens[at], tokens[at - 1], flags, taken)
+        same = _routed_alike(routes[at - 1], routes[at], same) if routes else same
+        found[at] = same
+        taken = np.concatenate([taken[:same] | flags[:same], flags[same:]])
     return found
 
 
