@@ -349,7 +349,7 @@ class Agent:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
             )
             self._exporters.add(exporter)
             cause = self._follow(exporter, asked.target)

@@ -179,7 +179,10 @@ class Link:
         self.state = "closed"
 
     def _start(self) -> "tuple[Wire, subprocess.Popen[bytes]]":
-        """Start an agent in a session of its own.
+        """Start an agent, in a process group of its own: what ends this rank's group does not end
+        it. Not in a session of its own: where Linux shares cores among sessions first (autogroup)
+        one thread of the agent's would count as much as all of this rank's, whatever its niceness,
+        and keep one from a core that holds the interpreter's lock.
 
         Without the lock: a program on a disk that hangs takes its time to start.
         """
@@ -189,7 +192,7 @@ class Link:
             process = subprocess.Popen(
                 [*self._command, str(theirs.fileno())],
                 pass_fds=[theirs.fileno(), *self.settings.inherited],
-                start_new_session=True,
+                process_group=0,
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,

@@ -167,11 +167,12 @@ def test_a_killed_trainers_staged_save_is_committed_and_no_agent_stays(
         str(hand.directory),
     ]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
     ) as trainer:
         assert trainer.stdout is not None and trainer.stdout.readline() == "staged\n"
         agent = hand.await_arrival()
-        trainer.kill()
+        assert os.getsid(agent) == os.getsid(trainer.pid)  # cores are shared among sessions
+        os.killpg(trainer.pid, signal.SIGKILL)  # as who starts ranks does
     if comes_back:
         assert fence.living_agents(root / "control") != []
         hand.let_go("sync")
