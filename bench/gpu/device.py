@@ -26,7 +26,7 @@ from rft.checkpoint.stager import Slot
 from rft.ground import device as devices
 from rft.ground.protocols import Block
 from rft.ground.rounds import TrainerInfo
-from rft.ground.streams import Beside, enter_thread, settle
+from rft.ground.streams import Beside, Copies, enter_thread, settle
 from rft.sync import plan as plans
 from rft.sync.buckets import Checksum
 from rft.sync.communicator import nccl
@@ -216,7 +216,7 @@ def copier(checks: Checks) -> None:
         weights.mul_(5).add_(3)  # still under way as the copy is asked for
         wanted = weights.clone()
         copies.begin()
-        copies.copy([target], [weights])
+        copies.copy(Copies([target], [weights]))
         copies.fence()
         weights.mul_(7).add_(1)
         copies.finish()
@@ -292,7 +292,7 @@ def guard(checks: Checks) -> None:
             memory.share(memory.room(MEBI))
             copies = device.copier()
             copies.begin()
-            copies.copy([torch.empty(MEBI, dtype=torch.uint8)], [data])
+            copies.copy(Copies([torch.empty(MEBI, dtype=torch.uint8)], [data]))
             copies.fence()
             copies.finish()
             settle(device.torch)

@@ -293,6 +293,8 @@ class CheckpointManager:
         are in use.
         """
         assert self._link is not None, "start() comes before the first save"
+        self._stager.await_done()
+        self._states.release()  # what it frees comes back while the rest is made ready
         identity = f"e{self.epoch:04d}n{self._saves:04d}"
         self._saves += 1
         outputs = [
@@ -322,8 +324,6 @@ class CheckpointManager:
                 outcome.is_repeated |= outcome.step == step and bool(outcome.cause)
             if outputs:
                 self._outcomes[identity] = SaveOutcome(step, {one.collection for one in outputs})
-        self._stager.await_done()
-        self._states.release()
         messages = SaveMessages(self._link, begin, self._states.staged)
         if not self._states.admit(begin, self._writing()):
             messages.drop(identity, BUSY)

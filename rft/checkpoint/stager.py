@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, inf
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from rft.checkpoint.records import Region, Window
@@ -29,7 +30,7 @@ from rft.checkpoint.sharding import extent
 from rft.config import CheckpointConfig
 from rft.ground.device import Device
 from rft.ground.process import NamedThread
-from rft.ground.streams import Copier, enter_thread
+from rft.ground.streams import Copier, Copies, enter_thread
 
 if TYPE_CHECKING:
     import torch
@@ -268,7 +269,7 @@ class Stager:
         self.current = StagedCopy()
         self.current.issued.set()
         self.current.done.set()
-        self._views: dict[tuple[int, int, int], tuple[list[Any], list[torch.Tensor]]] = {}
+        self._made: dict[tuple[int, int, int], Copies] = {}
         self._saves: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         NamedThread(target=self._serve, name="checkpoint-copy", daemon=True).start()
 
@@ -320,16 +321,11 @@ class Stager:
             )
 
     def _serve(self) -> None:
+        """Between two saves the tensors of the last one are held, and after the end none."""
         enter_thread(self.copier.device)
-        while self._stage_next():
-            pass
-
-    def _stage_next(self) -> bool:
-        """On return nothing is held of its tensors."""
-        save = self._saves.get()
-        if save is not None:
+        while (save := self._saves.get()) is not None:
             self._stage(*save)
-        return save is not None
+        self._made.clear()
 
     def _stage(
         self,
@@ -360,8 +356,7 @@ class Stager:
                         f"no slot came back within {self.deadline_s:g} s, or the agent or its disk "
                         f"has hung for {self.slots.patience_s:g} s"
                     )
-                sources = [tensors[position] for position in inside]
-                self.copier.copy(self._places(slot, start, inside, sources), sources)
+                self.copier.copy(self._copies(slot, start, inside, tensors))
                 if last:
                     copying.issued.set()
                 self.copier.finish()
@@ -382,22 +377,23 @@ class Stager:
             copying.issued.set()
             copying.done.set()
 
-    def _places(
-        self, slot: Slot, start: int, inside: list[int], sources: "list[torch.Tensor]"
-    ) -> "list[torch.Tensor]":
-        """Views of a slot, made once: the computing thread waits for what is done here for each
-        tensor, which needs the interpreter's lock.
+    def _copies(
+        self, slot: Slot, start: int, inside: list[int], tensors: "list[torch.Tensor]"
+    ) -> Copies:
+        """Made once for tensors that come again: the computing thread waits for what is done here
+        for each tensor, which needs the interpreter's lock.
         """
+        sources = [tensors[position] for position in inside]
         key = (slot.number, start, len(inside))
-        kinds = [(source.dtype, source.nbytes) for source in sources]
-        known, views = self._views.get(key, ([], []))
-        if kinds != known:
-            views = [
+        if key in self._made and not all(map(is_, self._made[key].sources, sources)):
+            self._made.clear()  # those of the other slot have become others as well
+        if key not in self._made:
+            targets = [
                 _view(slot, self.regions[position], source, start)
                 for position, source in zip(inside, sources, strict=True)
             ]
-            self._views[key] = kinds, views
-        return views
+            self._made[key] = Copies(targets, sources)
+        return self._made[key]
 
 
 def _view(slot: Slot, region: Region, tensor: "torch.Tensor", start: int) -> "torch.Tensor":

@@ -10,6 +10,9 @@ one of which writes or frees it, there is a stream, an event or a wait of the ho
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -82,6 +85,35 @@ class Beside:
                 self._stream.synchronize()
 
 
+@dataclass(frozen=True)
+class Copies:
+    """What is copied where: `targets` are on the host, of the dtypes and shapes of `sources`. For
+    tensors that are copied again and again it is made once, and what is looked up of each as well.
+    """
+
+    targets: "list[torch.Tensor]"
+    sources: "list[torch.Tensor]"
+
+    @cached_property
+    def large(self) -> "list[tuple[torch.Tensor, torch.Tensor]]":
+        """Targets and sources that are worth a call of their own."""
+        return [pair for pair in self._pairs if _is_large(pair[1])]
+
+    @cached_property
+    def small(self) -> "tuple[list[torch.Tensor], list[torch.Tensor]]":
+        """All other targets, and their sources."""
+        pairs = [pair for pair in self._pairs if not _is_large(pair[1])]
+        return [target for target, _ in pairs], [source for _, source in pairs]
+
+    @property
+    def _pairs(self) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
+        return zip(self.targets, self.sources, strict=True)
+
+
+def _is_large(source: "torch.Tensor") -> bool:
+    return source.nbytes >= LARGE and source.is_contiguous()
+
+
 class Copier(Protocol):
     """Copies tensors to host memory beside the computation that goes on."""
 
@@ -94,11 +126,8 @@ class Copier(Protocol):
         computed until now, and nothing later.
         """
 
-    def copy(self, targets: "list[torch.Tensor]", sources: "list[torch.Tensor]") -> None:
-        """`targets`: on the host, of the dtypes and shapes of `sources`.
-
-        May return before the copies are done.
-        """
+    def copy(self, copies: Copies) -> None:
+        """May return before the copies are done."""
 
     def fence(self) -> None:
         """Called in the computing thread: whatever is computed from now on comes after the copies.
@@ -124,19 +153,15 @@ class HostCopier:
 
     def begin(self) -> None: ...
 
-    def copy(self, targets: "list[torch.Tensor]", sources: "list[torch.Tensor]") -> None:
+    def copy(self, copies: Copies) -> None:
         import torch
 
-        places, small = [], []
-        for target, source in zip(targets, sources, strict=True):
-            if source.nbytes < LARGE or not source.is_contiguous():
-                places.append(target)
-                small.append(source)
-            else:
-                ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-        if small:
+        for target, source in copies.large:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        targets, sources = copies.small
+        if sources:
             with torch.no_grad():
-                torch._foreach_copy_(places, small)
+                torch._foreach_copy_(targets, sources)
 
     def fence(self) -> None: ...
 
@@ -161,11 +186,11 @@ class CudaCopier:
 
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def copy(self, targets: "list[torch.Tensor]", sources: "list[torch.Tensor]") -> None:
+    def copy(self, copies: Copies) -> None:
         import torch
 
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            for target, source in zip(targets, sources, strict=True):
+            for target, source in zip(copies.targets, copies.sources, strict=True):
                 flat = source.contiguous()
                 flat.record_stream(self._stream) if flat.is_cuda else None
                 target.copy_(flat, non_blocking=True)

@@ -211,7 +211,7 @@ def saved(model: Model, fenced: bool, finished: bool) -> list[str]:
         for _ in range(3):
             weights.add_(1)
             copier.begin()
-            copier.copy([target], [weights])
+            copier.copy(streams.Copies([target], [weights]))
             if fenced:
                 copier.fence()
             weights.add_(1)

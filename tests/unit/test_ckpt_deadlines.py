@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from states import PATIENCE, Hand, State, managed, plain, save, trainer_config, until
 
 from rft.checkpoint import fence, sharding
@@ -23,7 +22,7 @@ from rft.checkpoint.records import Drop
 from rft.checkpoint.stager import PAGE, Slot, SlotPool, Stager, windows_of
 from rft.checkpoint.wire import BACKLOG, Outbox, Wire
 from rft.ground.device import choose
-from rft.ground.streams import HostCopier
+from rft.ground.streams import Copies, HostCopier
 
 Stop = Callable[[int], int]
 MANY = 3 * BACKLOG  # saves, of which an agent that takes nothing is told only the first
@@ -231,7 +230,7 @@ class Hanging(HostCopier):
         super().__init__()
         self.let_go = threading.Event()
 
-    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def copy(self, copies: Copies) -> None:
         self.let_go.wait(PATIENCE)
 
 

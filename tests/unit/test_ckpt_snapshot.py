@@ -11,7 +11,7 @@ from states import State, managed, trainer_config
 
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.reader import Checkpoint
-from rft.ground.streams import LARGE, HostCopier
+from rft.ground.streams import LARGE, Copies, HostCopier
 
 FEW, ALL = 60, 1000
 
@@ -127,7 +127,7 @@ def test_copies_go_where_they_belong_and_no_further() -> None:
         memory[12:28].view(torch.int16).view(4, 2),
         memory[28:32].view(torch.float)[0],
     ]
-    HostCopier().copy(targets, [large, strided, learned])
+    HostCopier().copy(Copies(targets, [large, strided, learned]))
     copied = [0, 0, 4, 0, 1, 0, 5, 0, 2, 0, 6, 0, 3, 0, 7, 0, 0, 0, 128, 63]
     assert memory[:36].tolist() == [0] * 12 + copied + [0] * 4
     assert torch.equal(memory[36:-4], large) and memory[-4:].tolist() == [0] * 4

@@ -201,8 +201,8 @@ MUTATIONS = [
         "ground.streams",
         (
             "HostCopier.copy",
-            "_foreach_copy_(places, small)",
-            "_foreach_copy_(places, [0 * one for one in small])",
+            "_foreach_copy_(targets, sources)",
+            "_foreach_copy_(targets, [0 * one for one in sources])",
         ),
     ),
 ]
