@@ -36,10 +36,10 @@ from rft.checkpoint.records import (
     CheckpointSettings,
     Drop,
     Freed,
-    Kept,
     Release,
     Replicated,
     Replication,
+    SavedPart,
     Window,
 )
 from rft.checkpoint.storage import Disk, LocalStorage
@@ -174,7 +174,7 @@ class Cluster:
             local={},
             loop={"step": step, "variant": 0, "scale": self.scale} if lead else None,
             about={"toy": True} if lead else None,
-            kept=Kept(regions=regions, layout=layout, bytes=count),
+            kept=SavedPart(regions=regions, layout=layout, bytes=count),
         )
         rank.wire.send(begin)
         if not rank.free:

@@ -16,11 +16,11 @@ import os
 from collections.abc import Set
 from pathlib import Path
 
-from rft.checkpoint import fence, sharding
+from rft.checkpoint import fence
 from rft.checkpoint.link import Link
 from rft.checkpoint.memory import Inherited, Memory
 from rft.checkpoint.neighbours import RankPlace, agree
-from rft.checkpoint.records import Begin, Kept, Region, Replication, SaveFailed, Window
+from rft.checkpoint.records import Begin, Region, Replication, SavedPart, SaveFailed, Window
 from rft.checkpoint.stager import RELEASE_S
 from rft.ground.protocols import Collective
 
@@ -135,7 +135,7 @@ class KeptStates:
             local=receipt.local,
             loop=receipt.loop,
             about=receipt.about,
-            kept=Kept(
+            kept=SavedPart(
                 regions=receipt.regions,
                 layout=receipt.layout,
                 bytes=receipt.bytes,
@@ -145,12 +145,6 @@ class KeptStates:
         slot = inherited.kept.slot
         link.begin(begin, Window(id=receipt.id, slot=slot, start=0, stop=receipt.bytes, last=True))
         self.staged(begin)
-
-    def kept(self, regions: list[Region], layout: str) -> Kept | None:
-        """What the agent is told of a save of everything."""
-        if not self.is_on:
-            return None
-        return Kept(regions=regions, layout=layout, bytes=sharding.extent(regions))
 
     def admit(self, begin: Begin, writing: set[str]) -> bool:
         """Whether all ranks stage this save. One for memory alone needs the slot that the newest

@@ -35,10 +35,10 @@ from rft.checkpoint.records import (
     Freed,
     NotKept,
     Output,
-    Region,
     Replicated,
     Report,
     Retention,
+    SavedPart,
     SaveFailed,
 )
 from rft.checkpoint.sharding import Claim, claim_of
@@ -64,16 +64,14 @@ KNOWN = 64  # saves that have ended, and are known still
 
 @dataclass(frozen=True)
 class SavePlan:
-    """This rank's part of every checkpoint.
+    """This rank's part of every checkpoint, and of saves of the model alone.
 
     `order`: positions of the stored pieces in a snapshot.
     """
 
     order: list[int]
-    regions: list[Region]
-    layout: str
-    weight_regions: list[Region]
-    weight_layout: str
+    whole: SavedPart
+    weights: SavedPart
 
 
 @dataclass
@@ -204,14 +202,14 @@ class CheckpointManager:
             self.storage.prepare()
         free = host_memory.available()  # asked before any rank can have taken its memory
         self._plan = self._agree([claim_of(piece) for piece in policy.snapshot().pieces])
-        total = sharding.extent(self._plan.regions)
-        kept = sharding.extent(self._plan.weight_regions) if self.config.versions != "none" else 0
-        room = Room(self._plan.regions, free, kept)
+        regions, total = self._plan.whole.regions, self._plan.whole.bytes
+        kept = self._plan.weights.bytes if self.config.versions != "none" else 0
+        room = Room(regions, free, kept)
         size = room.slot_size(
             self.config, self._states.slot_bytes, self.trainer.memory_interval > 0
         )
-        windows = windows_of(self._plan.regions, size, total)
-        inherited = self._states.take_over(self._plan.regions, size)
+        windows = windows_of(regions, size, total)
+        inherited = self._states.take_over(regions, size)
         replicas = self._states.replication(
             self.epoch, total, kept + (0 if inherited else 2 * size), free
         )
@@ -225,10 +223,10 @@ class CheckpointManager:
             self._idle_s,
         )
         self._stager = Stager(
-            slots, self._plan.regions, windows, self.device.copier(), self.config.agent_deadline_s
+            slots, regions, windows, self.device.copier(), self.config.agent_deadline_s
         )
-        model = self._plan.weight_regions
-        self._model_windows = windows_of(model, size, sharding.extent(model))
+        model = self._plan.weights
+        self._model_windows = windows_of(model.regions, size, model.bytes)
         settings = CheckpointSettings(
             root=self.storage.where,
             control=str(self.control),
@@ -271,7 +269,11 @@ class CheckpointManager:
             if parts is None
             else [sharding.digest_of(part) for part in zip(*parts, strict=True)]
         )
-        return SavePlan(mine, regions, whole, weights, weights_only)
+        return SavePlan(
+            mine,
+            SavedPart(regions=regions, layout=whole, bytes=sharding.extent(regions)),
+            SavedPart(regions=weights, layout=weights_only, bytes=sharding.extent(weights)),
+        )
 
     def save(
         self,
@@ -314,7 +316,7 @@ class CheckpointManager:
             local=snapshot.local | (local or {}),
             loop=loop | {"step": step, "scores": scores} if lead else None,
             about=self.about if lead else None,
-            kept=self._states.kept(self._plan.regions, self._plan.layout) if whole else None,
+            kept=self._plan.whole if whole and self._states.is_on else None,
         )
         self.requested = step if full else self.requested
         self._states.remembered = step if whole else self._states.remembered
@@ -354,15 +356,14 @@ class CheckpointManager:
 
     def _output(self, step: int, identity: str, collection: str) -> Output:
         draft, final = commit.names_of(self.storage, collection, step, identity)
-        model = collection in (WEIGHTS, VERSIONS)
-        regions = self._plan.weight_regions if model else self._plan.regions
+        part = self._plan.weights if collection in (WEIGHTS, VERSIONS) else self._plan.whole
         return Output(
             collection=collection,
             draft=draft,
             final=final,
-            regions=regions,
-            bytes=sharding.extent(regions),
-            layout=self._plan.weight_layout if model else self._plan.layout,
+            regions=part.regions,
+            bytes=part.bytes,
+            layout=part.layout,
             retention=self._retention(collection),
         )
 

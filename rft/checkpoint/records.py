@@ -205,9 +205,9 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return [*self.slots, *([self.replicas.listener] if self.replicas else [])]
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """What is staged stays in its slot, as this rank's part of a state that a restart may go on
-    from. `chunks`: its hashes, where an agent before this one has made them.
+class SavedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's part of a save, the first `bytes` of what is staged. `chunks`: its hashes, where an
+    agent before this one has made them.
     """
 
     regions: list[Region]
@@ -217,7 +217,9 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A save; without `outputs` it is kept in memory alone."""
+    """A save; without `outputs` it is kept in memory alone. `kept`: what stays in its slot, for a
+    restart to go on from.
+    """
 
     id: str
     step: int
@@ -226,7 +228,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     local: dict[str, bytes]
     loop: dict[str, Any] | None  # rank 0 only, as is the next
     about: dict[str, Any] | None
-    kept: Kept | None = None
+    kept: SavedPart | None = None
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True, tag=True):

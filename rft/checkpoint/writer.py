@@ -22,10 +22,10 @@ from rft.checkpoint.records import (
     FORMAT,
     Begin,
     CheckpointSettings,
-    Kept,
     Output,
     Patch,
     Receipt,
+    SavedPart,
     Window,
     decode_json,
     encode_json,
@@ -274,7 +274,7 @@ class Writer:
 def receipt_of(
     settings: CheckpointSettings,
     begin: Begin,
-    part: Output | Kept,
+    part: Output | SavedPart,
     chunks: list[str],
     patch: Patch | None = None,
 ) -> Receipt:

@@ -358,7 +358,7 @@ def test_a_full_disk_costs_versions_and_nothing_else(
         save(manager, 1, source, version=True)
         manager.hear = heard.append
         # more than a checkpoint takes, and less than it and a version
-        hand.set("free", sharding.extent(manager._plan.regions) + 1000)
+        hand.set("free", manager._plan.whole.bytes + 1000)
         for step in (2, 3):
             source.fill(step)
             save(manager, step, source, version=True)
