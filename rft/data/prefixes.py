@@ -92,7 +92,7 @@ def chains(
         members.setdefault(group if group >= 0 else -1 - row, []).append(row)
     found = []
     for rows in members.values():
-        shared = [0]
+        shared = [0]  # of a row by itself
         if len(rows) > 1:
             # any order of whole tokens puts those that begin alike side by side
             rows.sort(key=lambda row: (tokens[row].tobytes(), row))
