@@ -32,7 +32,10 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = "vllm_dist_"  # a file that vLLM's workers meet at; their segments have its name in front
 # Python's, with names that say nothing of an owner: who has mapped them has
-NAMELESS = re.compile(r"/dev/shm/((?:psm_|sem\.mp-)\S+)")
+NAMELESS = re.compile(r"psm_|sem\.mp-")
+# By device and inode: whoever made a semaphore has it under a name that is gone (`sem_open` makes
+# one, and links it).
+MAPPED = re.compile(r"(\S+) (\d+) +/dev/shm/")
 SEEN = "shared_memory"  # in a directory: names and inodes
 UNSEEN_S = 5.0  # between two looks of an owner, and some more
 LINKS = "node-file-"  # of `rft.ground.node_file`
@@ -62,14 +65,16 @@ class Scratch:
             there = set(os.listdir(SHARED_MEMORY))
             is_new = bool(there - self._there)
             if is_new or self._was_new:
-                self._add(there & _mapped(processes()))
+                self._add(there, _mapped(processes()))
             self._there, self._was_new = there, is_new
             (self.directory / SEEN).touch()  # when this one looked last
 
-    def _add(self, names: set[str]) -> None:
+    def _add(self, names: set[str], mapped: set[tuple[str, int]]) -> None:
         for name in names - set(self.seen):
             with contextlib.suppress(FileNotFoundError):
-                self.seen[name] = (SHARED_MEMORY / name).stat().st_ino
+                found = (SHARED_MEMORY / name).lstat()
+                if NAMELESS.match(name) and _place_of(found) in mapped:
+                    self.seen[name] = found.st_ino
         text = "".join(f"{name} {inode}\n" for name, inode in self.seen.items())
         (self.directory / SEEN).write_text(text, encoding="utf-8")
 
@@ -195,7 +200,8 @@ def free_segments(directory: Path) -> None:
     for name, inode in lines:
         segment = SHARED_MEMORY / name
         with contextlib.suppress(FileNotFoundError):  # given back
-            if name not in used and segment.stat().st_ino == int(inode):
+            found = segment.lstat()
+            if _place_of(found) not in used and found.st_ino == int(inode):
                 segment.unlink()
 
 
@@ -210,8 +216,8 @@ def _free_unseen(directory: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             found = segment.lstat()
             if (
-                NAMELESS.fullmatch(f"/dev/shm/{segment.name}")
-                and segment.name not in used
+                NAMELESS.match(segment.name)
+                and _place_of(found) not in used
                 and found.st_uid == os.getuid()
                 and abs(found.st_ctime - looked) <= UNSEEN_S
             ):
@@ -222,12 +228,18 @@ def _everybody() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
-def _mapped(processes: Iterable[int]) -> set[str]:
-    """Names of shared memory that these have. Those of other users are not looked at, and have none
-    of this user's.
+def _mapped(processes: Iterable[int]) -> set[tuple[str, int]]:
+    """Device and inode of the shared memory that these have. Those of other users are not looked
+    at, and have none of this user's.
     """
     found = set()
     for pid in processes:
         with contextlib.suppress(OSError):  # gone
-            found |= set(NAMELESS.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
+            text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            found |= {(device, int(inode)) for device, inode in MAPPED.findall(text)}
     return found
+
+
+def _place_of(found: os.stat_result) -> tuple[str, int]:
+    """As the kernel writes it among a process's maps."""
+    return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}", found.st_ino

@@ -70,16 +70,18 @@ def test_what_a_killed_process_left_is_swept_and_what_others_have_is_not(tempora
 
 HOLDS = """
 import os, sys
-from multiprocessing import resource_tracker, shared_memory
+from multiprocessing import get_context, resource_tracker, shared_memory
 from pathlib import Path
 from rft.ground import scratch
 own = scratch.take()
 own.starts_ray()
 (Path(os.environ["TMPDIR"]) / "ray" / f"session_now_{os.getpid()}").mkdir(parents=True)
 held = shared_memory.SharedMemory(create=True, size=64)
-resource_tracker.unregister(held._name, "shared_memory")  # as if that had been killed with it
+lock = get_context("spawn").Lock()
+for name, kind in (held._name, "shared_memory"), (lock._semlock.name, "semaphore"):
+    resource_tracker.unregister(name, kind)  # as if that had been killed with it
 own.note(lambda: [os.getpid()])
-print(own.directory, held.name, flush=True)
+print(own.directory, held.name, lock._semlock.name, flush=True)
 sys.stdin.read()
 """
 
@@ -94,10 +96,12 @@ def test_segments_and_sessions_of_the_dead_are_swept_and_none_that_somebody_has(
     command = [sys.executable, "-c", HOLDS]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
-    directory, name = process.stdout.readline().decode().split()
+    directory, name, lock = process.stdout.readline().decode().split()
+    semaphore = Path("/dev/shm") / f"sem.{lock[1:]}"
     held, its = Path("/dev/shm") / name, temporary / "ray" / f"session_now_{process.pid}"
     try:
-        assert scratch.sweep() == [] and held.exists()
+        scratch.free_segments(Path(directory))
+        assert scratch.sweep() == [] and held.exists() and semaphore.exists()
         process.kill()
         process.communicate()
         attached = shared_memory.SharedMemory(name)  # somebody goes on with it
@@ -105,11 +109,13 @@ def test_segments_and_sessions_of_the_dead_are_swept_and_none_that_somebody_has(
         assert held.exists()
         resource_tracker.unregister(f"/{name}", "shared_memory")
         attached.close()
+        os.utime(Path(directory) / scratch.SEEN, (0, 0))  # only what it had noted counts
         assert scratch.sweep() == [Path(directory)]
-        assert not held.exists() and not its.exists()
+        assert not held.exists() and not semaphore.exists() and not its.exists()
         assert session.exists() and (Path("/dev/shm") / others.name).exists()
     finally:
         held.unlink(missing_ok=True)
+        semaphore.unlink(missing_ok=True)
         others.close()
         others.unlink()
 
