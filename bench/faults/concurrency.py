@@ -17,7 +17,9 @@ from bench.faults.kills import Ground
 from bench.faults.toy import Cut
 from rft.checkpoint import fence
 from rft.checkpoint.catalog import list_entries
-from rft.checkpoint.reader import Checkpoint, Damaged, StorageUnreachable
+from rft.checkpoint.chunks import Damaged
+from rft.checkpoint.rank_files import StorageUnreachable
+from rft.checkpoint.reader import Checkpoint
 from rft.checkpoint.storage import Disk, LocalStorage
 
 FIRST, SECOND = Cut(2, 1), Cut(2, 2)  # two saves of one step

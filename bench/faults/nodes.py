@@ -284,12 +284,13 @@ class Cluster:
         return step, problems
 
     def _is_read(self, memory: Memory, state: Any, problems: list[str]) -> bool:
-        from rft.checkpoint.reader import Damaged
+        from rft.checkpoint.chunks import Damaged
 
         try:
             files = memory.parts(state, self.run)
             for rank, regions in enumerate(self.regions):
-                data = bytes(files[rank].read(0, files[rank].bytes))
+                data = bytearray(files[rank].bytes)
+                files[rank].fill([(0, memoryview(data))])
                 if data != Cut(state.step, 0, self.scale).file(regions):
                     problems.append(f"WRONG rank {rank}'s part of step {state.step}")
             if files[0].receipt.loop != {"step": state.step, "variant": 0, "scale": self.scale}:

@@ -17,7 +17,8 @@ from bench.faults.judge import Tally
 from bench.faults.kills import Ground
 from bench.faults.toy import output, settings
 from rft.checkpoint import catalog, commit, sharding
-from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
+from rft.checkpoint.chunks import Damaged
+from rft.checkpoint.reader import Checkpoint, Mismatch
 from rft.checkpoint.records import Begin, Receipt, Report, decode_json
 from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import VERSIONS, Disk, LocalStorage

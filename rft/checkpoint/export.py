@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
+from rft.checkpoint.chunks import Damaged
+from rft.checkpoint.reader import Checkpoint, Mismatch
 from rft.checkpoint.sharding import MODEL, Claim
 from rft.checkpoint.storage import Disk, LocalSink, Storage, open_storage
 from rft.config import ConfigError

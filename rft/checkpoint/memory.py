@@ -46,7 +46,6 @@ ANSWER_S = 5.0  # of either end of a socket, and for an agent that was told to e
 # what a rank asks; the identity of a state follows the last
 LOOKED, ENDED, KEEP = b"look", b"end", b"keep"
 MOST_NAMED = 64  # bytes of an identity
-AT_ONCE = 2**20  # bytes of a slot, hashed while the processor's cache has them
 MOST_BYTES = 2**30  # of an answer: regions of a rank's part
 SLOTS = 64  # descriptors of one agent, at most
 
@@ -301,7 +300,7 @@ class Memory:
             receipt = state.receipt
             where = f"memory of {agent.path.name}"
             fetch = partial(_read_slot, agent.slots[state.slot])
-            file = HeldFile(receipt, where, fetch, AT_ONCE)
+            file = HeldFile(receipt, where, fetch)
             found.setdefault(receipt.rank, Sources(receipt)).add(lambda file=file: file)
         here = {agent.answer.at for agent in self.agents}
         for rank, places in enumerate(chosen.at if run is not None else []):

@@ -14,18 +14,18 @@ the lists. A listing may lag behind: what matters is asked for by its name.
 """
 
 import contextlib
-import io
 import json
 import logging
 import re
 import uuid
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from fsspec.core import url_to_fs
 
 from rft.checkpoint.records import (
+    CHUNK,
     COLLECTIONS,
     LATEST,
     MANIFEST,
@@ -53,6 +53,8 @@ class ObjectStorage:
     """
 
     look_s = 1.0  # between looks at a draft: every look is a request that somebody pays for
+    read_bytes = CHUNK
+    readers = 8
 
     def __init__(self, url: str, part: int = PART, **driver: Any):
         self.where = url.rstrip("/")
@@ -143,8 +145,8 @@ class ObjectStorage:
             raise FileNotFoundError(f"{self._name(path)}: its draft was removed")
         return data
 
-    def open(self, path: str) -> BinaryIO:
-        return cast(BinaryIO, ObjectReader(self, path))
+    def open(self, path: str) -> "ObjectReader":
+        return ObjectReader(self, path)
 
     def size(self, path: str) -> int:
         if self._uploads is not None:
@@ -352,21 +354,26 @@ class ObjectSink:
             self._storage.discard(self._path)
 
 
-class ObjectReader(io.RawIOBase):
+class ObjectReader:
     """Ranges of one object, one request each."""
 
     def __init__(self, storage: ObjectStorage, path: str):
-        self._storage, self._path, self._position = storage, path, 0
+        self._storage, self._path = storage, path
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        assert whence == io.SEEK_SET
-        self._position = offset
-        return offset
+    def read(self, start: int, length: int) -> bytes:
+        return self._storage.read(self._path, start, start + length)
 
-    def read(self, size: int = -1) -> bytes:
-        data = self._storage.read(self._path, self._position, self._position + size)
-        self._position += len(data)
-        return data
+    def read_into(self, start: int, places: list[memoryview]) -> int:
+        data = memoryview(self.read(start, sum(map(len, places))))
+        at = 0
+        for place in places:
+            part = data[at : at + len(place)]
+            place[: len(part)] = part
+            at += len(part)
+        return at
+
+    def close(self) -> None:
+        """Nothing is open between requests."""
 
 
 def try_out(url: str) -> bool:

@@ -6,20 +6,17 @@ Invariant: no byte is handed out that was not verified against its receipt, no r
 the manifest does not vouch for; and nothing is called damaged because the medium fails.
 """
 
-import logging
-import resource
-import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 from math import prod
-from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast
+from typing import Any, Protocol, Self, cast
 
 import msgspec
 import numpy as np
-import xxhash
 
 from rft.checkpoint.catalog import find, read_manifest
+from rft.checkpoint.chunks import Damaged, Range
+from rft.checkpoint.rank_files import PART, OpenFiles, RankFile, Take, patiently
 from rft.checkpoint.records import (
     CHUNK,
     FORMAT,
@@ -29,224 +26,23 @@ from rft.checkpoint.records import (
     Patch,
     Receipt,
     Region,
-    by_chunk,
     decode_json,
-    of_chunks,
     sha256,
 )
-from rft.checkpoint.sharding import (
-    Box,
-    Claim,
-    CoverageError,
-    boxes,
-    check_coverage,
-    check_place,
-    overlap,
-)
-from rft.checkpoint.storage import NotAFile, Storage, read_at
+from rft.checkpoint.sharding import Claim, CoverageError, check_coverage, check_place, overlap
+from rft.checkpoint.storage import Storage
+from rft.checkpoint.targets import Array, Target, pairs, range_of
 from rft.checkpoint.writer import file_name, receipt_name
-from rft.ground import delta
 from rft.ground.names import ITEM_BYTES
-from rft.ground.node_file import Content
 
-log = logging.getLogger(__name__)
 CRITIC = "critic."  # keys of a critic's tensors begin so
 SHOWN = 8  # tensors named in one message
-AGAIN_S = 0.5  # between two tries of what has failed
-PART, BASE_PART = 8, 64  # of a save, and of each that it is a patch of
-Range = tuple[int, memoryview]  # a byte of a file, and the place of those from it on
-Found = TypeVar("Found")
-# of a digest, a length, and what reads and verifies that chunk: the chunk, verified
-Take = Callable[[str, int, Callable[[], Content]], Content]
-
-
-class Damaged(RuntimeError):
-    """A checkpoint that must not be loaded: content missing, cut short, or different from what was
-    written.
-
-    `file`, `chunk`: where another reader may look for itself; no file: the manifest, the receipts,
-    or what they cover.
-    """
-
-    def __init__(self, words: str, file: str = "", chunk: int = 0):
-        super().__init__(words)
-        self.file, self.chunk = file, chunk
-
-
-class StorageUnreachable(OSError):
-    """The medium fails (no mount, EIO, ESTALE, EACCES, too many open files): that says nothing
-    about what lies there.
-    """
+BASE_PART = 64  # as `PART`, of each save that one is a patch of
+ROOMS = 8  # files of which each keeps the chunk that it read last; of more, none does
 
 
 class Mismatch(ValueError):
     """A good checkpoint of something else: another model, vocabulary, precision or format."""
-
-
-def patiently(what: str, act: Callable[[], Found], patience_s: float) -> Found:
-    """What `act` returns; an OSError is tried again for `patience_s` seconds, then it is
-    StorageUnreachable.
-    """
-    end = time.monotonic() + patience_s
-    while True:
-        try:
-            return act()
-        except OSError as error:
-            left = end - time.monotonic()
-            if left <= 0:
-                tried = f" (tried for {patience_s:g} s)" if patience_s else ""
-                raise StorageUnreachable(f"{what}: {error}{tried}") from error
-            log.warning("%s, tried again for %.0f s: %s", what, left, error)
-            time.sleep(min(AGAIN_S, left))
-
-
-class OpenFiles:
-    """The files of one committed directory.
-
-    Of many only those used last are open: the ranks may be more than descriptors.
-    """
-
-    def __init__(self, storage: Storage, directory: str, patience_s: float, part: int = PART):
-        """`part`: of the process's descriptors one in so many; the rest is its own."""
-        self._storage, self._directory, self._patience_s = storage, directory, patience_s
-        self._most = max(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // part)
-        self._open: OrderedDict[str, BinaryIO] = OrderedDict()
-
-    def where(self, name: str) -> str:
-        return f"{self._storage.where}/{self._directory}/{name}"
-
-    def read(self, name: str, start: int, length: int) -> bytes:
-        """These bytes, or fewer where the file ends. Raises as `attempt` does."""
-        return self.attempt(name, lambda: read_at(self._opened(name), start, length))
-
-    def attempt(self, name: str, read: Callable[[], Found]) -> Found:
-        """`read()` of the file `name`.
-
-        Raises Damaged if there is no such file, StorageUnreachable if that cannot be said.
-        """
-
-        def once() -> Found:
-            try:
-                return read()
-            except NotAFile as error:
-                raise Damaged(f"{self.where(name)} {error.strerror}", name) from error
-            except OSError as error:
-                self.close()  # a handle may be stale, or the descriptors spent
-                names = (
-                    self._storage.list(self._directory)
-                    if isinstance(error, FileNotFoundError)
-                    else []
-                )
-                # else it is the whole directory that is not there
-                if MANIFEST in names and name not in names:
-                    raise Damaged(f"{self.where(name)} is missing", name) from error
-                raise
-
-        return patiently(f"{self.where(name)} cannot be read", once, self._patience_s)
-
-    def close(self) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
-
-    def _opened(self, name: str) -> BinaryIO:
-        if name not in self._open:
-            while len(self._open) >= self._most:
-                self._open.popitem(last=False)[1].close()
-            self._open[name] = self._storage.open(f"{self._directory}/{name}")
-        self._open.move_to_end(name)
-        return self._open[name]
-
-
-class RankFile:
-    """The bytes of one rank, verified chunk by chunk as they are read; the last chunk is kept.
-
-    `before`: finds the file that a patch (a receipt, at a place) begins from, when that is needed.
-    """
-
-    def __init__(
-        self,
-        files: OpenFiles,
-        receipt: Receipt,
-        before: "Callable[[Receipt, str], RankFile]",
-    ):
-        self.name, self.bytes = receipt.file, receipt.bytes
-        self._files, self._receipt, self._before = files, receipt, before
-        self.take: Take = lambda digest, count, read: read()
-        self._kept: tuple[int, Content] = (-1, b"")
-        self._starts: list[int] = []  # of frames
-        self._memory = bytearray()  # of a patched chunk, until the next
-
-    def read(self, start: int, count: int) -> bytearray | memoryview:
-        """Raises Damaged, naming the file and the chunk, or StorageUnreachable."""
-        return of_chunks(self.chunk, start, count)
-
-    def fill(self, ranges: list[Range]) -> None:
-        """By chunks: the processor's cache still has what was just compared with its hash."""
-        for start, place in ranges:
-            for at, end in by_chunk(start, start + len(place)):
-                place[at - start : end - start] = self.read(at, end - at)
-
-    def open(self) -> None:
-        """All that it is made of: it stays readable when retention takes its directory away."""
-        self._files.read(self.name, 0, 0)
-        if self._receipt.patch is not None:
-            self._before(self._receipt, self._files.where(self.name)).open()
-
-    def chunk(self, number: int) -> Content:
-        if self._kept[0] != number:
-            digest, count = self._receipt.chunks[number], min(CHUNK, self.bytes - number * CHUNK)
-            self._kept = (number, self.take(digest, count, lambda: self._verified(number)))
-        return self._kept[1]
-
-    def _verified(self, number: int) -> Content:
-        data = self._content(number)
-        if xxhash.xxh3_128_hexdigest(data) != self._receipt.chunks[number]:
-            where = self._files.where(self.name)
-            words = f"{where} was changed: chunk {number} differs from what was written"
-            raise Damaged(words, self.name, number)
-        return data
-
-    def _content(self, number: int) -> Content:
-        """A chunk that is not verified yet: as it lies there, or made of the base's. Of those
-        between only the deltas are read: a wrong one makes a wrong chunk.
-        """
-        deltas: list[tuple[RankFile, bytes]] = []
-        file, is_own, data = self, False, b""
-        while not is_own:
-            data, is_own = file._stored(number)
-            if not is_own:
-                deltas.append((file, data))
-                file = file._before(file._receipt, file._files.where(file.name))
-        if not deltas:
-            return data
-        self._memory = self._memory or bytearray(min(CHUNK, self.bytes))
-        content = memoryview(self._memory)[: len(data)]
-        content[:] = data
-        for file, frame in reversed(deltas):
-            file._apply(number, frame, content)
-        return content
-
-    def _stored(self, number: int) -> tuple[bytes, bool]:
-        """A frame, and whether it is the chunk itself."""
-        length, patch = min(CHUNK, self.bytes - number * CHUNK), self._receipt.patch
-        size, start = length, number * CHUNK
-        if patch is not None:
-            self._starts = self._starts or list(accumulate(patch.frames, initial=0))
-            size, start = patch.frames[number], self._starts[number]
-        data = self._files.read(self.name, start, size)
-        if len(data) != size:
-            where = self._files.where(self.name)
-            words = f"{where} ends early: {len(data)} of {size} bytes of chunk {number}"
-            raise Damaged(words, self.name, number)
-        return data, size == length
-
-    def _apply(self, number: int, frame: bytes, content: memoryview) -> None:
-        assert self._receipt.patch is not None
-        try:
-            delta.apply(frame, content, self._receipt.patch.width)
-        except ValueError as error:
-            words = f"{self._files.where(self.name)} was changed: chunk {number}: {error}"
-            raise Damaged(words, self.name, number) from error
 
 
 class SealedDirectory:
@@ -369,10 +165,8 @@ class RankBytes(Protocol):
 
     bytes: int
 
-    def read(self, start: int, count: int) -> bytearray | memoryview:
-        """Good until something else is read."""
-
     def fill(self, ranges: list[Range]) -> None: ...
+    def forget(self) -> None: ...
 
 
 class Pieces:
@@ -429,31 +223,31 @@ class Pieces:
         """
         width = ITEM_BYTES[claim.dtype]
         out = np.empty(claim.bytes // width, dtype=f"<u{width}")
-        self.fill([(claim, out)])
+        self.fill([(claim, Array(out))])
         return out
 
-    def fill(self, wanted: list[tuple[Claim, np.ndarray]]) -> None:
-        """The same of many, each into its array; a file is asked once for all that is one range of
-        it.
+    def fill(self, wanted: "list[tuple[Claim, Target]]") -> None:
+        """The same of many, each into its target; every chunk is read once for all of them, in the
+        order of the files.
         """
         ranges: dict[int, tuple[RankBytes, list[Range]]] = {}
-        for claim, out in wanted:
-            filled = 0
+        for claim, target in wanted:
+            filled, width = 0, ITEM_BYTES[claim.dtype]
             for file, region in self._pieces_of(claim.key):
-                if (region.offset, region.shape) == (claim.offset, claim.shape):
-                    if (found := _range(region, claim, out)) is not None:
-                        ranges.setdefault(id(file), (file, []))[1].append(found)
-                        filled += len(found[1]) // out.itemsize
-                    continue
-                for target in boxes(claim):
-                    view = out[target.start :][: prod(target.shape)].reshape(target.shape)
-                    for source in boxes(region):
-                        filled += _copy(file, region, source, target, view)
-            if filled != len(out):
-                words = f"{filled} of {len(out)} elements of {claim.key} are there"
+                for source, box in pairs(region, claim, target.is_flat):
+                    if (common := overlap(source, box)) is None:
+                        continue
+                    place = range_of(source, box, common, width, target)
+                    listed = ranges.setdefault(id(file), (file, []))[1]
+                    listed.append((region.at + place[0] * width, place[1]))
+                    filled += prod(common[1])
+            if filled * width != claim.bytes:
+                words = f"{filled} of {claim.bytes // width} elements of {claim.key} are there"
                 raise Damaged(f"{self.where}: {words}")
         for file, listed in ranges.values():
             file.fill(listed)
+            if len(ranges) > ROOMS:
+                file.forget()
 
     def _pieces_of(self, key: str) -> list[tuple[RankFile, Region]]:
         """That they hold every element once is looked at where they are first used: to do so for
@@ -493,8 +287,12 @@ class Checkpoint(Pieces):
     StorageUnreachable.
     """
 
-    def __init__(self, storage: Storage, path: str, patience_s: float = 0.0):
+    def __init__(
+        self, storage: Storage, path: str, patience_s: float = 0.0, readers: int | None = None
+    ):
+        """`readers`: threads that read one file; default: as many as the medium gains from."""
         there = SealedDirectory(storage, path, patience_s)
+        self._readers = storage.readers if readers is None else readers
         self.path, self.manifest, self._files = path, there.manifest, there.files
         world, collection = self.manifest.world, path.rpartition("/")[0]
         receipts = [there.receipt(rank) for rank in range(world)]
@@ -504,7 +302,7 @@ class Checkpoint(Pieces):
         super().__init__(there.where, receipts, self._file)
 
     def _file(self, receipt: Receipt) -> RankFile:
-        return RankFile(self._files, receipt, self._bases.file)
+        return RankFile(self._files, receipt, self._bases.file, self._readers)
 
     def whole(self, key: str) -> np.ndarray:
         """A whole tensor, in its shape, as unsigned integers."""
@@ -547,51 +345,6 @@ class Checkpoint(Pieces):
     def close(self) -> None:
         self._files.close()
         self._bases.close()
-
-
-def _range(region: Region, claim: Claim, out: np.ndarray) -> Range | None:
-    """What two ranges of one box have in common, one piece of memory: as where the layout is the
-    same.
-    """
-    start, stop = claim.flat or (0, prod(claim.shape))
-    first, last = region.flat or (0, prod(region.shape))
-    low, high = max(start, first), min(stop, last)
-    if low >= high:
-        return None
-    place = memoryview(out[low - start : high - start].view(np.uint8))
-    return region.at + (low - first) * ITEM_BYTES[region.dtype], place
-
-
-def _copy(file: RankBytes, region: Region, source: Box, target: Box, view: np.ndarray) -> int:
-    """Copy what `source` and `target` have in common into `view` (of the target's shape); number of
-    elements copied.
-
-    Only the rows of the source that are needed are read.
-    """
-    common = overlap(source, target)
-    if common is None:
-        return 0
-    low, shape = common
-    width = ITEM_BYTES[region.dtype]
-    row = prod(source.shape[1:])
-    first = low[0] - source.offset[0] if low else 0
-    inner = tuple(
-        slice(a - b, a - b + n)
-        for a, b, n in zip(low[1:], source.offset[1:], shape[1:], strict=True)
-    )
-    place = tuple(
-        slice(a - b, a - b + n) for a, b, n in zip(low, target.offset, shape, strict=True)
-    )
-    found = view[place] if shape else view.reshape(1)
-    rows = shape[0] if shape else 1
-    at_once = max(1, CHUNK // (row * width))
-    for begin in range(0, rows, at_once):
-        end = min(rows, begin + at_once)
-        start = region.at + (source.start + (first + begin) * row) * width
-        data = file.read(start, (end - begin) * row * width)
-        values = np.frombuffer(data, dtype=f"<u{width}").reshape(end - begin, *source.shape[1:])
-        found[begin:end] = values[(slice(None), *inner)]
-    return prod(shape)
 
 
 def _few(words: list[str]) -> str:

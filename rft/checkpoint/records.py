@@ -8,7 +8,6 @@ manifest to itself by `seal`; whoever changes a bit is found out.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -368,33 +367,6 @@ def decode_json(data: bytes, kind: type[Record]) -> Record:
         return msgspec.json.decode(data, type=kind)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-
-
-def of_chunks(
-    chunk: Callable[[int], bytes | bytearray | memoryview], start: int, count: int
-) -> bytearray | memoryview:
-    """Bytes of a file that is read by whole chunks, each asked for by its number; of one chunk
-    without a copy.
-    """
-
-    def inside(begin: int, end: int) -> memoryview:
-        return memoryview(chunk(begin // CHUNK))[begin % CHUNK :][: end - begin]
-
-    ranges = list(by_chunk(start, start + count))
-    if len(ranges) == 1:
-        return inside(*ranges[0])
-    out = bytearray()
-    for part in ranges:
-        out += inside(*part)
-    return out
-
-
-def by_chunk(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The same bytes as ranges that each lie in one chunk."""
-    while start < stop:
-        end = min(stop, (start // CHUNK + 1) * CHUNK)
-        yield start, end
-        start = end
 
 
 def sha256(data: bytes) -> str:

@@ -11,26 +11,23 @@ import contextlib
 import logging
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
-import xxhash
-
+from rft.checkpoint.chunks import AT_ONCE, ChunkFile, Damaged, Range
 from rft.checkpoint.peers import AgentRefused, Offer, PeerLine, RunKey, dial
-from rft.checkpoint.records import CHUNK, Receipt, by_chunk, of_chunks
+from rft.checkpoint.records import Receipt
 from rft.checkpoint.replicas import End, Fetch, Held, Look, PartTaken
 
 if TYPE_CHECKING:
-    from rft.checkpoint.reader import Found, Range, RankBytes
+    from rft.checkpoint.rank_files import Found
+    from rft.checkpoint.reader import RankBytes
 
 log = logging.getLogger(__name__)
 NO_RANK = -1
 AT_WORK_S = 60.0  # for an agent that still writes to come to rest
 AGAIN_S = 0.2
-MOST_PLACES = 512  # of one read: the system takes 1,024
 
 
 @dataclass
@@ -84,7 +81,7 @@ class RemoteAgent:
         self.line.close()
 
 
-class HeldFile:
+class HeldFile(ChunkFile):
     """One rank's part in an agent's memory: `reader.RankBytes`.
 
     `fetch`: fills these places with what lies there from a byte on, one behind the other, or raises
@@ -96,89 +93,19 @@ class HeldFile:
         receipt: Receipt,
         where: str,
         fetch: Callable[[int, list[memoryview]], object],
-        at_once: int,
+        at_once: int = AT_ONCE,
     ):
-        self.receipt, self.bytes = receipt, receipt.bytes
-        self._where, self._fetch, self._at_once = where, fetch, at_once
-        self._room = memoryview(bytearray(min(CHUNK, self.bytes)))
-        self._kept = -1  # the chunk that lies there
+        super().__init__(receipt.bytes, receipt.chunks, at_once)
+        self.receipt, self._where, self._get = receipt, where, fetch
 
-    def read(self, start: int, count: int) -> bytearray | memoryview:
-        """Raises Damaged or OSError."""
-        return of_chunks(self._chunk, start, count)
+    def _fetch(self, at: int, places: list[memoryview]) -> object:
+        return self._get(at, places)
 
-    def fill(self, ranges: "list[Range]") -> None:
-        """Straight into their places, but where only a small part of a chunk is asked for.
-
-        Raises Damaged, when places may have been filled, or OSError.
-        """
-        parts = defaultdict[int, list[tuple[int, memoryview]]](list)
-        for start, place in ranges:
-            for at, end in by_chunk(start, start + len(place)):
-                parts[at // CHUNK].append((at, place[at - start : end - start]))
-        for number, inside in parts.items():
-            direct = self._direct(number, inside)
-            if direct is not None:
-                self._kept = -1
-                self._take(number, direct)
-                continue
-            for start, place in inside:
-                place[:] = self.read(start, len(place))
-
-    def _direct(self, number: int, inside: "list[Range]") -> list[memoryview] | None:
-        """Places of a whole chunk, in order, with room of our own where nobody asks for it; None
-        where that is the larger part, or something is asked for twice.
-        """
-        begin = at = number * CHUNK
-        stop, asked = min(begin + CHUNK, self.bytes), 0
-        places = list[memoryview]()
-        for start, place in sorted(inside, key=itemgetter(0)):
-            if start < at:
-                return None
-            places += [self._room[at - begin : start - begin], place]
-            at = start + len(place)
-            asked += len(place)
-        places.append(self._room[at - begin : stop - begin])
-        return places if 2 * asked > stop - begin else None
-
-    def _chunk(self, number: int) -> memoryview:
-        size = min(CHUNK, self.bytes - number * CHUNK)
-        if self._kept != number:
-            self._kept = -1
-            self._take(number, [self._room[:size]])
-            self._kept = number
-        return self._room[:size]
-
-    def _take(self, number: int, places: list[memoryview]) -> None:
-        """A chunk, block by block: the processor's cache still has what is hashed."""
-        from rft.checkpoint.reader import Damaged  # with numpy, which an agent has no use for
-
-        digest, at = xxhash.xxh3_128(), number * CHUNK
-        for some in blocks(places, self._at_once):
-            self._fetch(at, some)
-            for place in some:
-                digest.update(place)
-                at += len(place)
-        if digest.hexdigest() != self.receipt.chunks[number]:
-            raise Damaged(
-                f"{self._where}: chunk {number} was changed (of rank {self.receipt.rank}'s part of "
-                f"step {self.receipt.step})"
-            )
-
-
-def blocks(places: list[memoryview], most: int) -> Iterator[list[memoryview]]:
-    """The same places in order, of so many bytes together, cut where they must be."""
-    found, size = list[memoryview](), 0
-    for place in places:
-        while len(place):
-            part, place = place[: most - size], place[most - size :]
-            found.append(part)
-            size += len(part)
-            if size == most or len(found) == MOST_PLACES:
-                yield found
-                found, size = [], 0
-    if found:
-        yield found
+    def _changed(self, number: int) -> Damaged:
+        return Damaged(
+            f"{self._where}: chunk {number} was changed (of rank {self.receipt.rank}'s part of "
+            f"step {self.receipt.step})"
+        )
 
 
 class Sources:
@@ -192,17 +119,15 @@ class Sources:
     def add(self, open_file: "Callable[[], RankBytes]") -> None:
         self._open.append(open_file)
 
-    def read(self, start: int, count: int) -> bytearray | memoryview:
-        """Raises Damaged where nobody is left."""
-        return self._by_first(lambda file: file.read(start, count))
-
-    def fill(self, ranges: "list[Range]") -> None:
-        """The same: where one gives only a part, the next gives all."""
+    def fill(self, ranges: list[Range]) -> None:
+        """Where one gives only a part, the next gives all. Raises Damaged where nobody is left."""
         self._by_first(lambda file: file.fill(ranges))
 
-    def _by_first(self, act: "Callable[[RankBytes], Found]") -> "Found":
-        from rft.checkpoint.reader import Damaged
+    def forget(self) -> None:
+        if self._file is not None:
+            self._file.forget()
 
+    def _by_first(self, act: "Callable[[RankBytes], Found]") -> "Found":
         why = ""
         while self._open:
             try:

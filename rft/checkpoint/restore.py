@@ -20,30 +20,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from rft.checkpoint import catalog
 from rft.checkpoint.catalog import committed
+from rft.checkpoint.chunks import Damaged
 from rft.checkpoint.left import LeftChunks
 from rft.checkpoint.memory import Memory, MemoryTold, states
 from rft.checkpoint.parts import ChosenState
 from rft.checkpoint.peers import RunKey
-from rft.checkpoint.reader import (
-    Checkpoint,
-    Damaged,
-    Found,
-    Mismatch,
-    Pieces,
-    StorageUnreachable,
-    patiently,
-)
+from rft.checkpoint.rank_files import Found, StorageUnreachable, patiently
+from rft.checkpoint.reader import Checkpoint, Mismatch, Pieces
 from rft.checkpoint.records import LATEST, MANIFEST, PROBE
-from rft.checkpoint.sharding import Claim, claim_of
+from rft.checkpoint.sharding import Box, claim_of
 from rft.checkpoint.storage import COLLECTIONS, NotAFile, Storage, open_storage
-from rft.ground.names import ITEM_BYTES
-from rft.ground.protocols import Piece, Snapshotable
+from rft.ground.protocols import Snapshotable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -496,36 +490,37 @@ def _read_pieces(stored: Pieces, policy: Snapshotable) -> int:
     pieces = policy.snapshot().pieces
     claims = [claim_of(piece) for piece in pieces]
     stored.check(claims)
-    direct = []
-    for piece, claim in zip(pieces, claims, strict=True):
-        if not claim.bytes:
-            continue
-        if (place := _place(piece, claim)) is not None:
-            direct.append((claim, place))
-        else:
-            _set(piece.tensor.detach(), stored.elements(claim))
-    stored.fill(direct)
+    stored.fill(
+        [
+            (claim, Elements(piece.tensor.detach()))
+            for piece, claim in zip(pieces, claims, strict=True)
+            if claim.bytes
+        ]
+    )
     return sum(claim.bytes for claim in claims)
 
 
-def _place(piece: Piece, claim: Claim) -> "np.ndarray | None":
-    """The elements themselves; None on a device, and where they are strided."""
-    import torch
+class Elements:
+    """A tensor's, on whichever device and in whichever strides: `targets.Target`."""
 
-    tensor = piece.tensor.detach()
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return None
-    width = ITEM_BYTES[claim.dtype]
-    return cast(Any, tensor.view(-1).view(torch.uint8).numpy().view(f"<u{width}"))
+    def __init__(self, tensor: "torch.Tensor"):
+        import torch
 
+        self.is_flat = tensor.is_contiguous()
+        self._bits = tensor.view(getattr(torch, f"int{8 * tensor.element_size()}"))
+        self.memory = None
+        if self.is_flat and tensor.device.type == "cpu":
+            self.memory = memoryview(self._bits.view(-1).view(torch.uint8).numpy())
 
-def _set(tensor: "torch.Tensor", elements: "np.ndarray") -> None:
-    import numpy as np
-    import torch
+    def put(self, box: Box, place: tuple[slice, ...], values: "np.ndarray") -> None:
+        import numpy as np
+        import torch
 
-    values = torch.from_numpy(elements.view(np.uint8))
-    with torch.no_grad():
-        tensor.copy_(values.view(tensor.dtype).reshape(tensor.shape))
+        bits = self._bits
+        if self.is_flat:
+            bits = bits.view(-1)[box.start :][: prod(box.shape)].view(box.shape)
+        values = np.ascontiguousarray(values).view(f"i{values.itemsize}")
+        bits[place].copy_(torch.from_numpy(values))
 
 
 def _nothing(storage: Storage, rejected: list[str], ranks: "Collective", patience_s: float) -> None:

@@ -186,10 +186,10 @@ def boxes(piece: Region | Claim) -> list[Box]:
     if piece.flat is None:
         return [Box(piece.offset, piece.shape, 0)]
     start, stop = piece.flat
-    return list(_cut(start, stop, piece.shape, piece.offset, 0))
+    return list(runs(start, stop, piece.shape, piece.offset, 0))
 
 
-def _cut(start: int, stop: int, shape: Extent, offset: Extent, at: int) -> Iterator[Box]:
+def runs(start: int, stop: int, shape: Extent, offset: Extent, at: int) -> Iterator[Box]:
     """Flat range [start, stop) of a row-major box: a part of the first row, whole rows, a part of
     the last row.
     """
@@ -215,7 +215,7 @@ def _row(
     number: int, start: int, stop: int, shape: Extent, offset: Extent, at: int
 ) -> Iterator[Box]:
     row = prod(shape[1:])
-    for box in _cut(start - number * row, stop - number * row, shape[1:], offset[1:], at):
+    for box in runs(start - number * row, stop - number * row, shape[1:], offset[1:], at):
         yield Box((offset[0] + number, *box.offset), (1, *box.shape), box.start)
 
 
@@ -276,7 +276,7 @@ def _held(
     else:
         for start, stop in ranges:
             check_range(key, shape, (start, stop))
-            yield from _cut(start, stop, shape, offset, 0)
+            yield from runs(start, stop, shape, offset, 0)
     for _ in range(flats.count(None)):
         yield Box(offset, shape, 0)
 

@@ -21,8 +21,9 @@ import stat
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Protocol
 
+from rft.checkpoint.chunks import AT_ONCE
 from rft.checkpoint.records import COLLECTIONS as COLLECTIONS
 from rft.checkpoint.records import VERSIONS as VERSIONS
 from rft.checkpoint.records import WEIGHTS as WEIGHTS
@@ -48,6 +49,14 @@ class Sink(Protocol):
     def abort(self) -> None: ...
 
 
+class ReadFile(Protocol):
+    """Bytes from `start` on, fewer where the file ends. OSError where the medium fails."""
+
+    def read(self, start: int, length: int) -> bytes: ...
+    def read_into(self, start: int, places: list[memoryview]) -> int: ...
+    def close(self) -> None: ...
+
+
 class Storage(Protocol):
     """Paths are relative to the root, with '/'.
 
@@ -55,6 +64,8 @@ class Storage(Protocol):
     """
 
     look_s: float  # between two looks at a draft that others are at work on
+    read_bytes: int  # of one request
+    readers: int  # at the same time, that gain although each waits more than it works
 
     @property
     def where(self) -> str: ...
@@ -65,7 +76,7 @@ class Storage(Protocol):
     def put(self, path: str, data: bytes) -> None: ...
     def discard(self, path: str) -> None: ...
     def get(self, path: str) -> bytes: ...
-    def open(self, path: str) -> BinaryIO: ...
+    def open(self, path: str) -> "ReadFile": ...
     def size(self, path: str) -> int: ...
     def list(self, path: str = "") -> list[str]: ...
     def publish(self, draft: str, final: str) -> str: ...
@@ -151,6 +162,8 @@ class LocalStorage:
     """A directory. Drafts are `step_N.tmp-<id>`; publishing renames them."""
 
     look_s = 0.02
+    read_bytes = AT_ONCE
+    readers = 1
 
     def __init__(self, root: Path, disk: Disk):
         self.root = root
@@ -204,8 +217,8 @@ class LocalStorage:
                 raise NotAFile(errno.EFBIG, "is larger than any record", str(self.root / path))
             return file.read()
 
-    def open(self, path: str) -> BinaryIO:
-        return self._regular(path)
+    def open(self, path: str) -> "LocalFile":
+        return LocalFile(self._regular(path))
 
     def _regular(self, path: str) -> io.FileIO:
         """Never waits: a pipe to which nobody writes is no file."""
@@ -327,14 +340,28 @@ class LocalSink:
             os.close(descriptor)
 
 
-def read_at(file: BinaryIO, start: int, length: int) -> bytes:
-    """Exactly these bytes, or fewer where the file ends."""
-    file.seek(start)
-    parts: list[Any] = []
-    while length and (part := file.read(length)):
-        parts.append(part)
-        length -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+class LocalFile:
+    """One that is read in parts, by several threads."""
+
+    def __init__(self, file: io.FileIO):
+        self._file = file
+
+    def read(self, start: int, length: int) -> bytes:
+        found = bytearray(length)
+        return bytes(memoryview(found)[: self.read_into(start, [memoryview(found)])])
+
+    def read_into(self, start: int, places: list[memoryview]) -> int:
+        left, at = list(places), start
+        while left and (count := os.preadv(self._file.fileno(), left, at)):
+            at += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+        return at - start
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def open_storage(where: str | Path, disk: Disk | None = None) -> Storage:

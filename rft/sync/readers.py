@@ -25,7 +25,9 @@ import numpy as np
 import torch
 
 from rft.checkpoint import export
-from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, StorageUnreachable
+from rft.checkpoint.chunks import Damaged
+from rft.checkpoint.rank_files import StorageUnreachable
+from rft.checkpoint.reader import Checkpoint, Mismatch
 from rft.checkpoint.records import CHUNK
 from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import open_storage

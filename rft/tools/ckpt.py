@@ -20,8 +20,10 @@ import numpy as np
 
 from rft.checkpoint import asking, catalog
 from rft.checkpoint.catalog import step_of
+from rft.checkpoint.chunks import Damaged
 from rft.checkpoint.export import Tensor, slabs
-from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, StorageUnreachable
+from rft.checkpoint.rank_files import StorageUnreachable
+from rft.checkpoint.reader import Checkpoint, Mismatch
 from rft.checkpoint.records import LATEST, MANIFEST, Manifest
 from rft.checkpoint.single import Busy
 from rft.checkpoint.storage import COLLECTIONS, VERSIONS, WEIGHTS, Storage

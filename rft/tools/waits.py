@@ -104,7 +104,7 @@ PeerLine.receive_into | bytes of a part | `IDLE_S` without one | the part is sen
 dial | an agent of another node | `HELLO_S` | OSError: the caller asks the next, or again
 listen.accept | agents and ranks that call | none: a thread of its own; who proves nothing goes \
 after `HELLO_S` | -
-checkpoint/reader.py
+checkpoint/rank_files.py
 patiently | storage that cannot be reached | the caller's: `patience_s` | StorageUnreachable
 checkpoint/remote.py
 RemoteAgent.asked | an agent that still writes, until it rests | `AT_WORK_S` | its memory is not \

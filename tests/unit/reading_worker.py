@@ -9,7 +9,7 @@ import sys
 import torch
 import xxhash
 
-from rft.checkpoint.reader import OpenFiles
+from rft.checkpoint.rank_files import OpenFiles
 from rft.ground.experience import decode
 from rft.ground.rounds import Round
 from rft.sync.loading import PartTensor
@@ -17,14 +17,14 @@ from rft.sync.plan import Share
 from rft.sync.readers import SavedWeights
 
 model, worker, coming = sys.argv[1:]
-read, count = OpenFiles.read, 0
+read, count = OpenFiles.read_into, 0
 
 
-def counted(files: OpenFiles, name: str, start: int, length: int) -> bytes:
+def counted(files: OpenFiles, name: str, start: int, places: list[memoryview]) -> int:
     global count
-    data = read(files, name, start, length)
-    count += len(data)
-    return data
+    found = read(files, name, start, places)
+    count += found
+    return found
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -32,7 +32,7 @@ def digest(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(held.view(torch.int16).numpy())
 
 
-OpenFiles.read = counted  # type: ignore[method-assign]
+OpenFiles.read_into = counted  # type: ignore[method-assign]
 share = Share(worker=int(worker), workers=2, kv_heads=2)
 reader = SavedWeights(model, torch.device("cpu"), share)
 staged = reader.stage(decode(bytes.fromhex(coming), Round))

@@ -11,7 +11,6 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from rft.checkpoint import restore
 from rft.checkpoint.catalog import committed
 from rft.checkpoint.restore import RestoreRefused
 from rft.checkpoint.sharding import Claim
-from rft.checkpoint.storage import Disk, LocalStorage, Storage, open_storage
+from rft.checkpoint.storage import Disk, LocalFile, LocalStorage, Storage, open_storage
 from rft.tools import ckpt
 
 FILES = ("MANIFEST.json", "r00000.json", "r00000.bin")
@@ -48,34 +47,39 @@ class Failing(LocalStorage):
         self.fail(path or "ROOT")
         return super().list(path)
 
-    def open(self, path: str) -> BinaryIO:
+    def open(self, path: str) -> LocalFile:
         return Handle(self, path)
 
 
-class Handle(io.FileIO):
+class Handle(LocalFile):
     """A file that was opened while all was well; one that has failed once fails for ever."""
 
     def __init__(self, storage: Failing, path: str):
-        super().__init__(storage.root / path)
+        super().__init__(io.FileIO(storage.root / path))
         self.storage, self.path, self.failed = storage, path, False
 
-    def read(self, size: int = -1) -> bytes:
+    def read_into(self, start: int, places: list[memoryview]) -> int:
         try:
             self.storage.fail(self.path)
         except OSError:
             self.failed = True
         if self.failed:
             raise OSError(self.storage.error, os.strerror(self.storage.error))
-        return super().read(size)
+        return super().read_into(start, places)
 
 
 class Lying(LocalStorage):
     """A node whose memory flips a bit of every file of ranks' bytes that it reads."""
 
-    def open(self, path: str) -> BinaryIO:
-        data = bytearray((self.root / path).read_bytes())
-        data[0] ^= 1
-        return io.BytesIO(data)
+    def open(self, path: str) -> LocalFile:
+        return Flipping(io.FileIO(self.root / path))
+
+
+class Flipping(LocalFile):
+    def read_into(self, start: int, places: list[memoryview]) -> int:
+        count = super().read_into(start, places)
+        places[0][0] ^= 1
+        return count
 
 
 @dataclass

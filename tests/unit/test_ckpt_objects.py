@@ -19,9 +19,9 @@ from rft.checkpoint import catalog, restore
 from rft.checkpoint.catalog import committed
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.objects import NEVER, ObjectStorage
-from rft.checkpoint.reader import patiently
+from rft.checkpoint.rank_files import patiently
 from rft.checkpoint.records import QUARANTINED, encode_json
-from rft.checkpoint.storage import open_storage, read_at
+from rft.checkpoint.storage import open_storage
 from rft.config import ConfigError
 from tests.unit.test_config import grpo
 
@@ -110,9 +110,9 @@ def test_an_object_that_was_cut_short_ends_there(bucket: str) -> None:
     """S3 refuses a range that begins at the end; that is content, and no failure of the medium."""
     storage = open_storage(f"{bucket}/short")
     storage.put("x", b"0123")
-    assert read_at(storage.open("x"), 2, 10) == b"23" and read_at(storage.open("x"), 4, 10) == b""
+    assert storage.open("x").read(2, 10) == b"23" and storage.open("x").read(4, 10) == b""
     with pytest.raises(FileNotFoundError):
-        read_at(storage.open("y"), 0, 1)
+        storage.open("y").read(0, 1)
 
 
 def test_a_bucket_that_is_not_there_is_refused_at_the_start(bucket: str, memory_path: Path) -> None:
@@ -412,6 +412,7 @@ def test_an_upload_that_is_given_up_leaves_no_object(store: ObjectStorage) -> No
 
 def test_ranges_are_read(store: ObjectStorage) -> None:
     store.put("x", bytes(range(10)))
-    file = store.open("x")
-    file.seek(4)
-    assert file.read(3) == bytes((4, 5, 6)) and file.read(2) == bytes((7, 8))
+    file, places = store.open("x"), [bytearray(2), bytearray(5)]
+    assert file.read(4, 3) == bytes((4, 5, 6))
+    assert file.read_into(5, [*map(memoryview, places)]) == 5
+    assert places == [bytes((5, 6)), bytes((7, 8, 9, 0, 0))]

@@ -15,7 +15,8 @@ from made import commit, sources_of, storage_at
 from safetensors.torch import load_file
 
 from rft.checkpoint import export
-from rft.checkpoint.reader import Damaged, Mismatch
+from rft.checkpoint.chunks import Damaged
+from rft.checkpoint.reader import Mismatch
 from rft.checkpoint.storage import Disk
 from rft.tools.toy import write_model
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from states import State, managed, save
 
 from rft.checkpoint.catalog import read_manifest
-from rft.checkpoint.reader import RankFile
+from rft.checkpoint.chunks import Range
+from rft.checkpoint.rank_files import RankFile
 from rft.checkpoint.records import CHUNK
 from rft.checkpoint.storage import open_storage
 from rft.ground import node_file
@@ -135,13 +136,13 @@ def test_workers_of_a_node_read_each_byte_once(tmp_path: Path, common: bool) -> 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that are asked of the files of a save, from now on."""
     found: list[int] = []
-    read = RankFile.read
+    fill = RankFile.fill
 
-    def counted(file: RankFile, start: int, count: int) -> bytearray:
-        found.append(count)
-        return read(file, start, count)
+    def counted(file: RankFile, ranges: list[Range]) -> None:
+        found.extend(len(place) for _, place in ranges)
+        fill(file, ranges)
 
-    monkeypatch.setattr(RankFile, "read", counted)
+    monkeypatch.setattr(RankFile, "fill", counted)
     return found
 
 

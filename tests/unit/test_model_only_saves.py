@@ -7,7 +7,8 @@ import torch
 from states import State, load, managed, save
 
 from rft.checkpoint.catalog import committed
-from rft.checkpoint.reader import Checkpoint, Damaged
+from rft.checkpoint.chunks import Damaged
+from rft.checkpoint.reader import Checkpoint
 from rft.checkpoint.storage import open_storage
 
 

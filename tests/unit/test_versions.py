@@ -22,7 +22,8 @@ from rft.buffer.ledger import Ledger
 from rft.buffer.progress import Issued, Stored
 from rft.checkpoint import catalog, commit, records, sharding, versions
 from rft.checkpoint.catalog import Entry, expired
-from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
+from rft.checkpoint.chunks import Damaged
+from rft.checkpoint.reader import Checkpoint, Mismatch
 from rft.checkpoint.records import (
     Begin,
     CheckpointSettings,

@@ -173,8 +173,13 @@ MUTATIONS = [
     *_of(
         "restore",
         "checkpoint.reader",
-        ("_range", ".view(np.uint8)", ".copy().view(np.uint8)"),
-        ("_range", "return region.at +", "return 0 * region.at +"),
+        ("Pieces.fill", "region.at + place[0] * width", "region.at + 0 * place[0] * width"),
+    ),
+    *_of(
+        "restore",
+        "checkpoint.targets",
+        ("range_of", "(box.start + low[0] - box.offset[0])", "(low[0] - box.offset[0])"),
+        ("Spread.put", "found[inside]", "0 * found[inside]"),
     ),
     *_of(
         "restore",
@@ -182,8 +187,8 @@ MUTATIONS = [
         ("_read_pieces", "zip(pieces, claims, strict=True)", "zip(pieces[:9], claims)"),
         (
             "_read_pieces",
-            "direct.append((claim, place))",
-            "'exp_avg_sq' in claim.key or direct.append((claim, place))",
+            "if claim.bytes",
+            "if claim.bytes and 'exp_avg_sq' not in claim.key",
         ),
         (
             "_read_pieces",
