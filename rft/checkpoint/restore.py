@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from rft.ground.protocols import Collective
 
 log = logging.getLogger(__name__)
+MOST_READERS = 4
 PATIENCE_S = 60.0  # for every single read: a server that restarts, a mount that comes late
 
 
@@ -459,7 +460,7 @@ def _read(
     """Fill this rank's part of the policy: (what became of it, small objects, loop state)."""
     part, small, loop = ReadReport(host=socket.gethostname()), {}, {}
     try:
-        with Checkpoint(storage, path, patience_s) as checkpoint:
+        with Checkpoint(storage, path, patience_s, _readers(storage)) as checkpoint:
             if left is not None:
                 checkpoint.take_from(left.take)
             _read_pieces(checkpoint, policy)
@@ -471,6 +472,15 @@ def _read(
     except OSError as error:
         part.unreachable = str(error)
     return part, small, loop
+
+
+def _readers(storage: Storage) -> int:
+    """Threads that read: as many as this rank computes with, a few of which are as quick as a disk
+    is.
+    """
+    import torch
+
+    return max(storage.readers, min(MOST_READERS, torch.get_num_threads()))
 
 
 def _small(checkpoint: Checkpoint, ranks: "Collective", layout: Any) -> dict[str, bytes]:

@@ -31,8 +31,9 @@ from rft.checkpoint.reader import Checkpoint, Mismatch
 from rft.checkpoint.records import CHUNK
 from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import open_storage
+from rft.checkpoint.targets import Array
 from rft.ground import host_memory
-from rft.ground.names import read_hf_config
+from rft.ground.names import ITEM_BYTES, read_hf_config
 from rft.ground.node_file import NodeFile
 from rft.ground.protocols import Block
 from rft.ground.rounds import InFile, InSave, Round, TrainerInfo
@@ -255,7 +256,8 @@ class SavedWeights(StoredWeights):
                     continue
                 first = claim.offset[0] - (block.start if block.dim == 0 else 0)
                 with staging.place(block, first, first + claim.shape[0]) as target:
-                    np.frombuffer(target, np.uint8)[:] = saved.elements(claim).view(np.uint8)
+                    elements = np.frombuffer(target, f"<u{ITEM_BYTES[claim.dtype]}")
+                    saved.fill([(claim, Array(elements))])
                 found.update(staging.filled(block, claim.shape[0]))
         staging.check_complete()
         return found

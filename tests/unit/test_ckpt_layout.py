@@ -3,15 +3,23 @@ is shared out evenly.
 """
 
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import held, write_cut
 
 from rft.checkpoint import sharding
+from rft.checkpoint.chunks import Damaged
+from rft.checkpoint.rank_files import OpenFiles
+from rft.checkpoint.reader import Checkpoint
+from rft.checkpoint.records import CHUNK
+from rft.checkpoint.restore import Elements
 from rft.checkpoint.sharding import Claim, CoverageError, boxes, check_coverage
+from rft.checkpoint.storage import open_storage
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
@@ -77,6 +85,65 @@ def test_any_cut_reads_any_other(tmp_path_factory: pytest.TempPathFactory, case:
         for claim in other:
             assert np.array_equal(checkpoint.elements(claim), held(whole, claim)), claim
         assert np.array_equal(checkpoint.whole("t"), whole)
+
+
+LARGE = 3001, 2503  # four chunks
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_another_cut_reads_each_chunk_once(
+    tmp_path: Path, readers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that had columns are read by one that has rows, in several tensors of which two are no
+    memory that can be read into.
+    """
+    rows, columns = LARGE
+    whole = np.arange(rows * columns, dtype=np.uint32).reshape(LARGE)
+    cut = [
+        [Claim("t", "int32", LARGE, (0, start), (rows, stop - start), None)]
+        for start, stop in ((0, 1001), (1001, columns))
+    ]
+    write_cut(tmp_path, whole, cut).close()
+    fetched: list[int] = []
+    read = OpenFiles.read_into
+
+    def counted(files: OpenFiles, name: str, start: int, places: list[memoryview]) -> int:
+        fetched.append(sum(map(len, places)))
+        return read(files, name, start, places)
+
+    monkeypatch.setattr(OpenFiles, "read_into", counted)
+    claims = [
+        Claim("t", "int32", LARGE, (1500, 0), (rows - 1500, columns), None),
+        Claim("t", "int32", LARGE, (0, 0), (1500, columns), (7, 2_000_011)),
+        Claim("t", "int32", LARGE, (0, 0), (1500, columns), (2_000_011, 1500 * columns)),
+        Claim("t", "int32", LARGE, (0, 1000), (rows, 2), None),
+    ]
+    to = [torch.zeros(prod(c.shape) if c.flat is None else c.flat[1] - c.flat[0]) for c in claims]
+    to[0] = torch.zeros(columns, rows - 1500).T
+    to[3] = torch.zeros(rows, 2)
+    with Checkpoint(open_storage(tmp_path), "step_00000001", readers=readers) as checkpoint:
+        targets = [Elements(tensor) for tensor in to]
+        assert [target.memory is None for target in targets] == [True, False, False, False]
+        checkpoint.fill(list(zip(claims, targets, strict=True)))
+        assert sum(fetched) == checkpoint.manifest.bytes
+    for claim, tensor in zip(claims, to, strict=True):
+        found = tensor.contiguous().view(-1).view(torch.int32).numpy()
+        assert np.array_equal(found.view(np.uint32), held(whole, claim)), claim
+    file = tmp_path / "step_00000001" / "r00001.bin"
+    data = bytearray(file.read_bytes())
+    data[CHUNK + 5] ^= 1
+    file.write_bytes(data)
+    with (
+        Checkpoint(open_storage(tmp_path), "step_00000001", readers=readers) as checkpoint,
+        pytest.raises(Damaged, match="r00001.bin was changed: chunk 1 differs"),
+    ):
+        checkpoint.fill(list(zip(claims, targets, strict=True)))
+    file.write_bytes(data[: CHUNK + 5])
+    with (
+        Checkpoint(open_storage(tmp_path), "step_00000001", readers=readers) as checkpoint,
+        pytest.raises(Damaged, match="r00001.bin ends early: [05] of .* bytes of chunk"),
+    ):
+        checkpoint.fill(list(zip(claims, targets, strict=True)))
 
 
 @settings(max_examples=60, deadline=None)

@@ -20,7 +20,7 @@ from states import Hand, State, load, managed, save, trainer_config, until
 
 from rft.buffer.ledger import Ledger
 from rft.buffer.progress import Issued, Stored
-from rft.checkpoint import catalog, commit, records, sharding, versions
+from rft.checkpoint import catalog, commit, sharding, versions
 from rft.checkpoint.catalog import Entry, expired
 from rft.checkpoint.chunks import Damaged
 from rft.checkpoint.reader import Checkpoint, Mismatch
@@ -148,10 +148,10 @@ class Ranks:
 
 @contextmanager
 def smaller(chunk: int, reach: float) -> Iterator[None]:
-    from rft.checkpoint import reader, writer
+    from rft.checkpoint import chunks, rank_files, reader, writer
 
     patch = pytest.MonkeyPatch()
-    for module in (records, reader, writer, versions):
+    for module in (chunks, rank_files, reader, writer, versions):
         patch.setattr(module, "CHUNK", chunk)
     patch.setattr(versions, "REACH", reach)
     try:

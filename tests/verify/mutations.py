@@ -173,13 +173,7 @@ MUTATIONS = [
     *_of(
         "restore",
         "checkpoint.reader",
-        ("Pieces.fill", "region.at + place[0] * width", "region.at + 0 * place[0] * width"),
-    ),
-    *_of(
-        "restore",
-        "checkpoint.targets",
-        ("range_of", "(box.start + low[0] - box.offset[0])", "(low[0] - box.offset[0])"),
-        ("Spread.put", "found[inside]", "0 * found[inside]"),
+        ("Pieces.fill", "region.at + place[0]", "0 * region.at + place[0]"),
     ),
     *_of(
         "restore",
@@ -190,6 +184,7 @@ MUTATIONS = [
             "if claim.bytes",
             "if claim.bytes and 'exp_avg_sq' not in claim.key",
         ),
+        ("Elements.__init__", "self._bits.view(-1)", "self._bits.clone().view(-1)"),
         (
             "_read_pieces",
             "pieces = policy.snapshot().pieces\n",
