@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rft.checkpoint import asking, catalog
+from rft.checkpoint import asking, catalog, fence
 from rft.checkpoint.catalog import step_of
 from rft.checkpoint.chunks import Damaged
 from rft.checkpoint.export import Tensor, slabs
@@ -29,7 +29,7 @@ from rft.checkpoint.single import Busy
 from rft.checkpoint.storage import COLLECTIONS, VERSIONS, WEIGHTS, Storage
 from rft.config import ConfigError
 from rft.ground.names import ITEM_BYTES
-from rft.monitor.run_record import flat
+from rft.monitor.run_record import flat, read_lines
 from rft.tools.buffer import NAME, versions_of
 from rft.tools.places import InputError, Run, find_checkpoint, find_job, find_run, ranges
 from rft.tools.tables import table
@@ -187,7 +187,19 @@ def ls(options: argparse.Namespace) -> int:
             f"versions: {ranges(entry.path for entry in kept)}; {_size(size)}, {full} of "
             f"{len(kept)} in full"
         )
+    _print_apart("in memory", _in_memory(run.job) if run.job else [])
     return 1 if damaged or lost else 0
+
+
+def _in_memory(job: Path) -> Iterator[str]:
+    """What agents that live on this host hold, as the newest step told it."""
+    agents = [fence.holder(path) for path in fence.living_agents(fence.control_dir(job))]
+    lines = read_lines(job / "metrics.jsonl") if agents else []
+    row = next((row for row in reversed(lines) if "checkpoint/in_memory" in row), {})
+    if (step := int(row.get("checkpoint/in_memory", -1))) >= 0:
+        copied = int(row.get("checkpoint/replicated", -1))
+        twice = f" (on two nodes: step {copied})" if copied >= 0 else ""
+        yield f"step {step}{twice}, by agents {', '.join(map(str, agents))}"
 
 
 def _row(run: Run, manifest: Manifest, name: str, latest: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """`rft ckpt` on checkpoints made by hand: what it says, what it finds, and how it ends."""
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 from made import commit, source, sources_of, storage_at
 from safetensors.torch import load_file
+from states import managed, plain, save, trainer_config
 
 from rft.checkpoint import catalog, fence, single
 from rft.checkpoint.catalog import list_entries
@@ -44,6 +46,25 @@ def job(model: Path, tmp_path: Path) -> Path:
         loop={"journal": 40, "scores": {"3": 0.25, "12": 0.5}},
     )
     return job
+
+
+def test_ls_tells_what_agents_hold_while_they_live(tmp_path: Path, capsys: Said) -> None:
+    state, job = plain(), tmp_path / "job"
+    root, metrics = job / "checkpoints", job / "metrics.jsonl"
+    config = trainer_config(memory_interval=1)
+    control = fence.control_dir(job)
+    with managed(root, state, config=config, control=control) as manager:
+        save(manager, 1, state.fill(1))
+        manager.save(2, state.fill(2), {}, full=False, memory=True)
+        manager.before_update()
+        manager.wait(2)
+        (agent,) = map(fence.holder, fence.living_agents(control))
+        assert main(["ls", str(job)]) == 0 and "in memory" not in capsys.readouterr().out
+        rows = {"step": 2, **manager.metrics()}, {"step": 3, "loss": 0.1}
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert main(["ls", str(job)]) == 0
+        assert capsys.readouterr().out.endswith(f"\nin memory: step 2, by agents {agent}\n")
+    assert main(["ls", str(job)]) == 0 and "in memory" not in capsys.readouterr().out
 
 
 def flip(job: Path, step: int, at: int = 1000) -> None:
