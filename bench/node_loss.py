@@ -1,18 +1,19 @@
 """Whole runs that lose a node, with its memory and its disk, in the middle of a step.
 
-    python -m bench.node_loss [--count N] [--seed S] [--loop] [--keep DIR]
+    python -m bench.node_loss [--nodes N] [--ranks N] [--count N] [--seed S] [--loop] [--keep DIR]
 
-Two machines of one kernel (`bench.faults.machines`), each with its own network, name, processes,
-shared memory and disk; a trainer rank on each, started by `launch/torchrun.sh`, replicas between
-their agents, `trainer.layouts` with one for two ranks and one for the rank that is left. What they
-train on is a journal that a real explorer has left on the first machine's disk.
+Two machines of one kernel or three (`bench.faults.machines`), each with its own network, name,
+processes, shared memory and disk; a trainer rank on each, or several, started by
+`launch/torchrun.sh`, replicas between their agents, `trainer.layouts` with one for all ranks and
+one for those that are left. What they train on is a journal that a real explorer has left on the
+first machine's disk.
 
     explorer, once ─► journal ─► reference: the run on one rank, undisturbed
-                             ─► case: two machines ── step k told ── a machine is gone ── the run
-                                goes on where the other one is ─► judged, step by step
+                             ─► case: machines ── step k told ── one of them is gone ── the run
+                                goes on where the others are ─► judged, step by step
 
 Drawn by a seed: which machine (with the first one go supervisor, Ray, buffer and journal, and the
-same command is started on the other one), the layout, whether its connections end or go silent,
+same command is started on the others), the layout, whether its connections end or go silent,
 whether torchrun goes on by itself or the command is given again, the step and the moment in it.
 Out: a table, and one last line of JSON. Bars: no state is lost that two nodes had, at most 2 steps
 made again, every step on the batch of the reference and with its loss, and the run says so; of 20
@@ -44,10 +45,11 @@ from rft.tools.toy import write_arithmetic, write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMED, AGAIN, STEPS = 20, 2, 14
+ALL_DP = "dp"
 LAYOUTS = {
     "tp2": "tensor_model_parallel_size:2",
     "pp2": "pipeline_model_parallel_size:2",
-    "dp2": "tensor_model_parallel_size:1",
+    ALL_DP: "tensor_model_parallel_size:1",
 }
 MODEL = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 384}
 TASKS, REPEATS = 8, 8
@@ -69,10 +71,14 @@ REFUSED = re.compile(r"^rft: .*take_over=true", re.M)
 
 @dataclass(frozen=True)
 class Case:
-    """What is drawn. `first`: the machine that is lost has rank 0. `elastic`: torchrun goes on."""
+    """What is drawn. `gone`: the machine that is lost, of which the first has rank 0. `elastic`:
+    torchrun goes on.
+    """
 
     seed: int
-    first: bool
+    nodes: int
+    ranks: int  # of each
+    gone: int
     layout: str
     silent: bool
     elastic: bool
@@ -81,12 +87,29 @@ class Case:
     asked: bool  # whether the command is given without `take_over` first
 
     @classmethod
-    def drawn(cls, seed: int) -> "Case":
+    def drawn(cls, seed: int, nodes: int, ranks: int) -> "Case":
         chance = random.Random(seed)
-        layout, silent = chance.choice(sorted(LAYOUTS)), chance.random() < 0.25
+        known = [name for name in sorted(LAYOUTS) if name == ALL_DP or nodes * ranks % 2 == 0]
+        layout, silent = chance.choice(known), chance.random() < 0.25
         elastic, step = chance.random() < 0.5, chance.randrange(3, STEPS - 3)
-        asked = not elastic and chance.random() < 0.4
-        return cls(seed, seed % 2 == 1, layout, silent, elastic, step, chance.random(), asked)
+        # of more than two nodes most are left, and nobody has to be told that the first is gone
+        asked = not elastic and chance.random() < 0.4 and nodes == 2
+        gone = 0 if seed % 2 == 1 else chance.randrange(1, nodes)
+        share = chance.random()
+        return cls(seed, nodes, ranks, gone, layout, silent, elastic, step, share, asked)
+
+    @property
+    def first(self) -> bool:
+        return self.gone == 0
+
+    @property
+    def layouts(self) -> str:
+        """Of all ranks, and of those that are left."""
+        told = []
+        for count in (self.nodes * self.ranks, (self.nodes - 1) * self.ranks):
+            sizes = LAYOUTS[self.layout if count % 2 == 0 else ALL_DP]
+            told.append(f"{{num_ranks:{count},{sizes}}}" if count > 1 else "{num_ranks:1}")
+        return f"[{','.join(told)}]"
 
     @property
     def words(self) -> str:
@@ -113,6 +136,8 @@ class Outcome:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.node_loss")
+    parser.add_argument("--nodes", type=int, default=2, choices=(2, 3))
+    parser.add_argument("--ranks", type=int, default=1, help="of a node")
     parser.add_argument("--count", type=int, default=CLAIMED)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--loop", action="store_true", help="with explorer and engine")
@@ -124,7 +149,8 @@ def main() -> None:
         known = None if asked.loop else reference(top)
         found = []
         for seed in range(asked.seed, asked.seed + asked.count):
-            found.append(lost(top / str(seed), top, Case.drawn(seed), known))
+            case = Case.drawn(seed, asked.nodes, asked.ranks)
+            found.append(lost(top / str(seed), top, case, known))
             say_one(found[-1])
             if asked.keep:
                 logs = asked.keep / str(seed)
@@ -132,7 +158,7 @@ def main() -> None:
                 for log in (top / str(seed)).glob("*.log"):
                     shutil.copy(log, logs)
             shutil.rmtree(top / str(seed))
-    say(found, asked.count)
+    say(found, asked)
 
 
 # --- what every run begins with -------------------------------------------------------------------
@@ -208,46 +234,56 @@ def lost(top: Path, given: Path, case: Case, known: Known | None) -> Outcome:
     disk, checkpoints = top / "disk", top / "checkpoints"
     disk.mkdir(parents=True)
     checkpoints.mkdir()
-    with machines(2, disk) as nodes:
+    with machines(case.nodes, disk) as nodes:
         for node in nodes:
             node.bind(checkpoints, disk / JOB / "checkpoints")
         if known is not None:
             shutil.copytree(given / "explored" / JOURNAL, nodes[0].see(disk / JOURNAL))
-        return TwoNodes(top, given, case, nodes, known).run()
+        return Nodes(top, given, case, nodes, known).run()
 
 
-class TwoNodes:
-    """A run on two machines, and its end on one. `known`: none of a whole loop."""
+class Nodes:
+    """A run on machines, and its end on all but one. `known`: none of a whole loop."""
 
     def __init__(
         self, top: Path, given: Path, case: Case, nodes: list[Machine], known: Known | None
     ):
         self.top, self.given, self.case, self.nodes, self.known = top, given, case, nodes, known
         self.disk = top / "disk"
-        self.logs = [top / "node0.log", top / "node1.log"]
+        self.logs = [top / f"node{number}.log" for number in range(case.nodes)]
+        self.left = [number for number in range(case.nodes) if number != case.gone]
         self.environment = {
             "PYTHON": sys.executable,
             "PYTHONPATH": str(ROOT),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RANKS": "1",
+            "RANKS": str(case.ranks),
         }
         self.found = Outcome(case)
 
     def run(self) -> Outcome:
         case, found = self.case, self.found
-        gone, left = (0, 1) if case.first else (1, 0)
+        left = self.left[0]
         try:
             self.ray(0)
-            nodes = "1:2" if case.elastic else "2"
-            runs = [self.start(number, self.logs[number], nodes, 0) for number in (0, 1)]
-            self.lose(gone)
+            runs = [
+                self.start(number, log, case.nodes, number, 0)
+                for number, log in enumerate(self.logs)
+            ]
+            self.lose(case.gone)
             before = self.rows_before
             began, log = time.monotonic(), self.logs[left]
             if case.first or not case.elastic:
-                await_that(lambda: runs[left].poll() is not None, END_S, "what is left ends", log)
-                log = self.again(left)
+                for one in self.left:
+                    ended, at_its = runs[one], self.logs[one]
+                    await_that(
+                        lambda ended=ended: ended.poll() is not None,
+                        END_S,
+                        "the others end",
+                        at_its,
+                    )
+                log = self.again()
             else:
                 self.last = runs[left]
             at = self.told_in(self.logs[left]) if log == self.logs[left] else 0
@@ -275,44 +311,49 @@ class TwoNodes:
             raise TimeoutError(log.read_text())
 
     def start(
-        self, number: int, log: Path, nodes: str, first: int, *more: str
+        self, number: int, log: Path, count: int, rank: int, first: int, *more: str
     ) -> "subprocess.Popen[bytes]":
-        """The command, the same on every node. `first`: the node where all meet."""
-        at = self.nodes[first].address
-        layouts = f"{{num_ranks:2,{LAYOUTS[self.case.layout]}}},{{num_ranks:1}}"
+        """The command, the same on every node of `count`. `first`: the node where all meet."""
+        at, case = self.nodes[first].address, self.case
+        nodes = f"{case.nodes - 1}:{case.nodes}" if case.elastic else str(count)
         command = [
             str(ROOT / "launch" / "torchrun.sh"),
             *arguments(self.given, self.disk),
             *(LOOP if self.known is None else ["mode=train"]),
-            f"trainer.layouts=[{layouts}]",
+            f"trainer.layouts={case.layouts}",
             "trainer.memory_interval=1",
             f"trainer.save_interval={10**6}",
             "trainer.checkpoint.replicas=1",
             f"trainer.collective_timeout={SILENT_S:g}",
             f"cluster.ray_address={at}:{RAY_PORT}",
-            *(["trainer.checkpoint.take_over=true"] if ":" in nodes else []),
+            *(["trainer.checkpoint.take_over=true"] if case.elastic and case.nodes == 2 else []),
             *more,
         ]
-        meet = {"NNODES": nodes, "NODE_RANK": str(number), "MASTER_ADDR": f"node{first}"}
-        run = self.nodes[number].start(
+        meet = {"NNODES": nodes, "NODE_RANK": str(rank), "MASTER_ADDR": f"node{first}"}
+        return self.nodes[number].start(
             *command, directory=self.top, log=log, **self.environment, **meet
         )
-        self.last = run
-        return run
 
-    def again(self, left: int) -> Path:
-        """The same command on the node that is left: first as it was, which is refused."""
+    def again(self) -> Path:
+        """The same command on the nodes that are left: first as it was, which of one node alone is
+        refused.
+        """
+        lead, count = self.left[0], len(self.left)
         if self.case.first:
-            self.ray(left)
-        nodes = "1:2" if self.case.elastic else "1"
+            self.ray(lead)
         if self.case.asked:
             refused = self.top / "refused.log"
-            self.start(left, refused, nodes, left).wait(END_S)
+            self.start(lead, refused, count, 0, lead).wait(END_S)
             if not REFUSED.search(refused.read_text()):
                 self.found.problems.append("goes on without take_over")
-        log = self.top / "again.log"
-        self.start(left, log, nodes, left, "trainer.checkpoint.take_over=true")
-        return log
+        over = ["trainer.checkpoint.take_over=true"] if count == 1 else []
+        logs = [self.top / f"again{rank}.log" for rank in range(count)]
+        runs = [
+            self.start(number, log, count, rank, lead, *over)
+            for rank, (number, log) in enumerate(zip(self.left, logs, strict=True))
+        ]
+        self.last = runs[0]
+        return logs[0]
 
     # --- the loss ---------------------------------------------------------------------------------
 
@@ -388,7 +429,7 @@ def say_one(one: Outcome) -> None:
     print(f"{one.case.seed}: {one.case.words}; {words}", *one.problems, sep="\n  ", flush=True)
 
 
-def say(found: list[Outcome], count: int) -> None:
+def say(found: list[Outcome], asked: argparse.Namespace) -> None:
     kinds = sorted({one.case.words for one in found})
     table = []
     for kind in kinds:
@@ -411,9 +452,14 @@ def say(found: list[Outcome], count: int) -> None:
         "node_loss",
         {},
         counts,
-        {"steps": STEPS, "ranks": 2, "load": round(os.getloadavg()[0], 1)},
+        {
+            "steps": STEPS,
+            "nodes": asked.nodes,
+            "ranks": asked.nodes * asked.ranks,
+            "load": round(os.getloadavg()[0], 1),
+        },
         report.versions("torch", "megatron-core", "ray"),
-        not words and count >= CLAIMED,
+        not words and asked.count >= CLAIMED,
     )
 
 

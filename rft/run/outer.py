@@ -14,8 +14,10 @@ of stopped ranks instead (`rft.run.standstill`).
 import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +46,10 @@ Check = Callable[[Config], None]  # refuses one that cannot run
 STARTED_S = 900.0  # engines may have to read a large model before rank 0 announces the stage
 # for its part of that: rank 0 can still say to all ranks that it has failed
 SIDECAR_S = STARTED_S - 60.0
+REACH_S = 5.0  # for rank 0's own store to answer
+HEARD_S = 60.0  # for all ranks to hear that rank 0 has failed
+AGAIN_S = 0.2  # between looks
+HEARD = "heard"  # by how many
 SCONTROL_S = 60.0  # for Slurm to say which nodes there are
 END_S = 60.0  # for the sidecar to end, beyond shutdown_grace_s
 STAGE = "RFT_OUTER_STAGE"  # how many stages this process has been a rank of
@@ -79,11 +85,14 @@ def join(raw: DictConfig, prepared: Prepared, check: Check) -> int:
     stage = int(os.environ.get(STAGE, "0"))
     store, number = _store(stage)
     if number == 0:
-        hosted, place = own_store(stage)  # hosted for as long as it is held
+        hosted, place = own_store()  # hosted for as long as it is held
         news = _announcement(raw, prepared, check)
-        news = replace(news, environment=news.environment | place)
-        store.set("stage", msgspec.json.encode(news).decode())
-    told = msgspec.json.decode(store.get("stage"), type=Announcement)
+        told = replace(news, environment=news.environment | place)
+        store.set("stage", msgspec.json.encode(told).decode())
+        if told.code is not None and hosted is not None:
+            _let_hear(hosted)
+    else:
+        told = _heard(store)
     if told.code is not None:
         return told.code
     os.environ.update(told.environment)
@@ -186,13 +195,13 @@ def _store(stage: int) -> tuple[Any, int]:
     return PrefixStore(f"rft/{stage}", store), rank
 
 
-def own_store(stage: int) -> tuple[Any, dict[str, str]]:
-    """The store where the ranks of a later stage meet, and how: torchrun's still has the addresses
-    of the stage before.
+def own_store() -> tuple[Any, dict[str, str]]:
+    """The store where the ranks of a stage meet, and how: torchrun's still has the addresses of the
+    stage before, and of ranks that it has started again.
     """
     from torch.distributed import TCPStore
 
-    if not stage or os.environ[AGENT_STORE] != "True":
+    if os.environ[AGENT_STORE] != "True":
         return None, {}
     address, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=STARTED_S)
     if nodes_of(os.environ) == 1:
@@ -201,6 +210,41 @@ def own_store(stage: int) -> tuple[Any, dict[str, str]]:
     else:
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     return store, {"MASTER_ADDR": address, "MASTER_PORT": str(store.port)}
+
+
+def _heard(store: Any) -> Announcement:
+    """What rank 0 says: not the one before, which torchrun's store still has, and whose own store
+    has ended with it.
+    """
+    end = time.monotonic() + STARTED_S
+    while time.monotonic() < end:
+        told = msgspec.json.decode(store.get("stage"), type=Announcement)
+        if "MASTER_PORT" not in told.environment or _is_heard(told.environment):
+            return told
+        time.sleep(AGAIN_S)
+    raise TimeoutError(f"rank 0 has not said within {STARTED_S:g} s what the ranks are to do")
+
+
+def _is_heard(place: Mapping[str, str]) -> bool:
+    """Tell the one who has said it; false where nobody is there."""
+    from torch.distributed import DistError, TCPStore
+
+    address, port = place["MASTER_ADDR"], int(place["MASTER_PORT"])
+    try:
+        socket.create_connection((address, port), REACH_S).close()
+        timeout = timedelta(seconds=REACH_S)
+        own = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        own.add(HEARD, 1)
+    except (OSError, DistError):
+        return False
+    return True
+
+
+def _let_hear(own: Any) -> None:
+    """Stay until all others know that this rank ends, and why: they ask it."""
+    end, others = time.monotonic() + HEARD_S, int(os.environ["WORLD_SIZE"]) - 1
+    while own.add(HEARD, 0) < others and time.monotonic() < end:
+        time.sleep(AGAIN_S)
 
 
 def _next_stage(raw: DictConfig, prepared: Prepared, check: Check) -> Announcement:
