@@ -336,6 +336,9 @@ run ends
 serve | versions, the address | `START_S`, `REPLY_S` | the run ends
 run/outer.py
 join | the killed watcher of stopped ranks | the kernel | -
+_heard | what the ranks are to do, from the rank 0 of this attempt | `STARTED_S` | this rank ends
+_is_heard | rank 0's own store | `REACH_S` | it is of an attempt before: asked again
+_let_hear | all ranks, to hear that rank 0 has failed | `HEARD_S` | it ends all the same
 scontrol | Slurm | `SCONTROL_S` | the start fails
 run/rank.py
 tell | another, earlier failure | `SETTLE_S` | this one is told

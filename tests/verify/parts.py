@@ -102,7 +102,9 @@ PARTS = {
     "bench-trainer": benches("packing", "logprobs", "train_step", "router_replay", "plan"),
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-versions": Part([["-m", "bench.versions"], ["-m", "bench.save_plan"]]),
-    "bench-node-loss": Part([["-m", "bench.node_loss"]]),
+    "bench-node-loss": Part(
+        [["-m", "bench.node_loss", *more] for more in ([], ["--nodes", "3"], ["--ranks", "2"])]
+    ),
     "bench-recovery": benches("recovery", "effective", "every_step"),
     "history": Part([["-m", "bench.history"]]),
     "bench-loop": benches("weight_sync", "observe", "rollout"),
