@@ -94,7 +94,9 @@ class Case:
         elastic, step = chance.random() < 0.5, chance.randrange(3, STEPS - 3)
         # of more than two nodes most are left, and nobody has to be told that the first is gone
         asked = not elastic and chance.random() < 0.4 and nodes == 2
-        gone = 0 if seed % 2 == 1 else chance.randrange(1, nodes)
+        gone = 0 if seed % 2 == 1 else 1
+        if nodes > 2 and gone:
+            gone = chance.randrange(1, nodes)
         share = chance.random()
         return cls(seed, nodes, ranks, gone, layout, silent, elastic, step, share, asked)
 

@@ -10,6 +10,7 @@ fetched once for all that is asked of it. Raises Damaged, when places may have b
 `_fetch` raises.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from operator import itemgetter
@@ -49,7 +50,7 @@ class Scattered(Protocol):
 Range = tuple[int, memoryview | Scattered]  # a byte of a file, and the place of those from it on
 
 
-class ChunkFile:
+class ChunkFile(ABC):
     """`digests`: of all chunks of `size` bytes; `at_once`: bytes of one fetch, at most."""
 
     def __init__(self, size: int, digests: list[str], at_once: int = AT_ONCE):
@@ -57,12 +58,13 @@ class ChunkFile:
         self._room = memoryview(b"")
         self._kept = -1  # the chunk that lies there
 
+    @abstractmethod
     def _fetch(self, at: int, places: list[memoryview]) -> object:
         """Fill these places with what lies there from byte `at` on, one behind the other."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _changed(self, number: int) -> Damaged:
-        raise NotImplementedError
+        """In words of whoever it is."""
 
     def size(self, number: int) -> int:
         return min(CHUNK, self.bytes - number * CHUNK)

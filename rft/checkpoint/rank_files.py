@@ -146,7 +146,6 @@ class RankFile(ChunkFile):
         self.take: Take | None = None
         self._taken: tuple[int, Content] = (-1, b"")
         self._starts: list[int] = []  # of frames
-        self._memory = bytearray()  # of a patched chunk, until the next
 
     def fill(self, ranges: list[Range]) -> None:
         todo = deque(by_number(ranges))
@@ -199,7 +198,7 @@ class RankFile(ChunkFile):
 
     def forget(self) -> None:
         super().forget()
-        self._taken, self._memory = (-1, b""), bytearray()
+        self._taken = -1, b""
 
     def _straight(self, number: int, inside: list[Range]) -> list[memoryview] | None:
         return super()._straight(number, inside) if self._is_plain else None
@@ -228,37 +227,35 @@ class RankFile(ChunkFile):
             raise self._changed(number)
         return data
 
-    def _content(self, number: int) -> Content:
+    def _content(self, number: int) -> memoryview:
         """A chunk that is not verified yet: as it lies there, or made of the base's. Of those
         between only the deltas are read: a wrong one makes a wrong chunk.
         """
         deltas: list[tuple[RankFile, bytes]] = []
-        file, is_own, data = self, False, b""
-        while not is_own:
-            data, is_own = file._stored(number)
-            if not is_own:
-                deltas.append((file, data))
-                file = file._before(file._receipt, file._files.where(file.name))
-        if not deltas:
-            return data
-        self._memory = self._memory or bytearray(min(CHUNK, self.bytes))
-        content = memoryview(self._memory)[: len(data)]
-        content[:] = data
-        for file, frame in reversed(deltas):
-            file._apply(number, frame, content)
+        file, content = self, self._own_room()[: self.size(number)]
+        while (frame := file._frame(number))[1] != len(content):
+            deltas.append((file, file._delta(number, *frame)))
+            file = file._before(file._receipt, file._files.where(file.name))
+        found = file._files.read_into(file.name, frame[0], [content])
+        if found != len(content):
+            raise file._short(number, found, len(content))
+        for file, data in reversed(deltas):
+            file._apply(number, data, content)
         return content
 
-    def _stored(self, number: int) -> tuple[bytes, bool]:
-        """A frame, and whether it is the chunk itself."""
-        length, patch = self.size(number), self._receipt.patch
-        size, start = length, number * CHUNK
-        if patch is not None:
-            self._starts = self._starts or list(accumulate(patch.frames, initial=0))
-            size, start = patch.frames[number], self._starts[number]
+    def _frame(self, number: int) -> tuple[int, int]:
+        """Where it begins, and its bytes: those of the chunk itself, or fewer of a delta."""
+        patch = self._receipt.patch
+        if patch is None:
+            return number * CHUNK, self.size(number)
+        self._starts = self._starts or list(accumulate(patch.frames, initial=0))
+        return self._starts[number], patch.frames[number]
+
+    def _delta(self, number: int, start: int, size: int) -> bytes:
         data = self._files.read(self.name, start, size)
         if len(data) != size:
             raise self._short(number, len(data), size)
-        return data, size == length
+        return data
 
     def _apply(self, number: int, frame: bytes, content: memoryview) -> None:
         assert self._receipt.patch is not None

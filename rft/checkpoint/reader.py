@@ -226,7 +226,7 @@ class Pieces:
         self.fill([(claim, Array(out))])
         return out
 
-    def fill(self, wanted: "list[tuple[Claim, Target]]") -> None:
+    def fill(self, wanted: list[tuple[Claim, Target]]) -> None:
         """The same of many, each into its target; every chunk is read once for all of them, in the
         order of the files.
         """

@@ -347,8 +347,11 @@ class LocalFile:
         self._file = file
 
     def read(self, start: int, length: int) -> bytes:
-        found = bytearray(length)
-        return bytes(memoryview(found)[: self.read_into(start, [memoryview(found)])])
+        parts = []
+        while length and (part := os.pread(self._file.fileno(), length, start)):
+            parts.append(part)
+            start, length = start + len(part), length - len(part)
+        return b"".join(parts)
 
     def read_into(self, start: int, places: list[memoryview]) -> int:
         left, at = list(places), start
