@@ -122,7 +122,7 @@ class Checked:
     def chain(self, entries: list[Entry], published: dict[int, dict[str, str]]) -> None:
         """A full version and the patches behind it."""
         full = entries[0]
-        self._read(full, published)  # into the page cache
+        self._read(entries[-1], published)  # all of them, into the page cache
         self.chains += 1
         if self.chains % TIMED != 1:
             for entry in entries[1:]:

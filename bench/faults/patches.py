@@ -23,7 +23,7 @@ from rft.checkpoint.records import Begin, Receipt, Report, decode_json
 from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import VERSIONS, Disk, LocalStorage
 from rft.checkpoint.versions import VersionKeeper
-from rft.checkpoint.writer import Writer
+from rft.checkpoint.writer import Writer, receipt_name
 
 WORLD, ROWS, COLUMNS = 2, 80, 64
 CHANGED = 0.01  # of the elements, from one version to the next
@@ -79,9 +79,10 @@ def chains(place: Path) -> dict[int, set[int]]:
     """Of each version those that it needs, itself among them."""
     needed: dict[int, set[int]] = {}
     for step in VersionDice.steps:
-        data = (place / f"v_{step:08d}" / FILES[2]).read_bytes()
-        patch = decode_json(data, Receipt).patch
-        needed[step] = {step} | (needed[patch.base[0]] if patch is not None else set())
+        files = [place / f"v_{step:08d}" / receipt_name(rank) for rank in range(WORLD)]
+        patches = [decode_json(file.read_bytes(), Receipt).patch for file in files]
+        bases = {patch.base[0] for patch in patches if patch is not None}
+        needed[step] = {step}.union(*(needed[base] for base in bases))
     return needed
 
 

@@ -13,13 +13,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate
-from typing import TypeVar
-
-import xxhash
+from typing import NamedTuple, TypeVar
 
 from rft.checkpoint.chunks import ChunkFile, Damaged, Range, by_number
-from rft.checkpoint.records import CHUNK, MANIFEST, Receipt
+from rft.checkpoint.records import CHUNK, MANIFEST, FileReceipt
 from rft.checkpoint.storage import NotAFile, ReadFile, Storage
 from rft.ground import delta
 from rft.ground.node_file import Content
@@ -136,8 +135,8 @@ class RankFile(ChunkFile):
     def __init__(
         self,
         files: OpenFiles,
-        receipt: Receipt,
-        before: "Callable[[Receipt, str], RankFile]",
+        receipt: FileReceipt,
+        before: "Callable[[FileReceipt, str], RankFile]",
         readers: int = 1,
     ):
         super().__init__(receipt.bytes, receipt.chunks, files.read_bytes)
@@ -146,10 +145,12 @@ class RankFile(ChunkFile):
         self.take: Take | None = None
         self._taken: tuple[int, Content] = (-1, b"")
         self._starts: list[int] = []  # of frames
+        self._made = Made(self, 0, [])
 
     def fill(self, ranges: list[Range]) -> None:
         todo = deque(by_number(ranges))
-        if self._readers == 1 or len(todo) == 1 or not self._is_plain:
+        is_plain = self.take is None and self._receipt.patch is None
+        if self._readers == 1 or len(todo) == 1 or not is_plain:
             self._work_off(todo)
             return
         others = [
@@ -182,32 +183,40 @@ class RankFile(ChunkFile):
         if self._receipt.patch is not None:
             self._before(self._receipt, self._files.where(self.name)).open()
 
-    @property
-    def _is_plain(self) -> bool:
-        """Whether its bytes lie there as they are."""
-        return self.take is None and self._receipt.patch is None
-
     def chunk(self, number: int) -> Content:
-        if self._is_plain:
-            return super().chunk(number)
+        read = partial(super().chunk, number)
+        if self.take is None:
+            return read()
         if self._taken[0] != number:
-            take = self.take or (lambda digest, count, read: read())
             digest, count = self._receipt.chunks[number], self.size(number)
-            self._taken = (number, take(digest, count, lambda: self._verified(number)))
+            self._taken = number, self.take(digest, count, read)
         return self._taken[1]
 
     def forget(self) -> None:
         super().forget()
-        self._taken = -1, b""
+        self._taken, self._made = (-1, b""), Made(self, 0, [])
 
     def _straight(self, number: int, inside: list[Range]) -> list[memoryview] | None:
-        return super()._straight(number, inside) if self._is_plain else None
+        if self.take is not None:
+            return None
+        places, patch = super()._straight(number, inside), self._receipt.patch
+        if places and patch and any(len(place) % patch.width for place in places):
+            return None
+        return places
 
     def _fetch(self, at: int, places: list[memoryview]) -> None:
-        found = self._files.read_into(self.name, at, places)
+        """As it lies there, or made of the base's."""
+        number, inside = divmod(at, CHUNK)
+        if inside == 0:
+            self._made = self._how(number)
+        made = self._made
+        found = made.file._files.read_into(made.file.name, made.start + inside, places)
         if found != sum(map(len, places)):
-            number = at // CHUNK
-            raise self._short(number, at - number * CHUNK + found, self.size(number))
+            raise made.file._short(number, inside + found, self.size(number))
+        for place in places if made.changes else []:
+            for one in made.changes:
+                one.apply(place, inside // one.steps.itemsize)
+            inside += len(place)
 
     def _changed(self, number: int) -> Damaged:
         where = self._files.where(self.name)
@@ -219,29 +228,14 @@ class RankFile(ChunkFile):
         words = f"{where} ends early: {found} of {size} bytes of chunk {number}"
         return Damaged(words, self.name, number)
 
-    def _verified(self, number: int) -> Content:
-        if self._receipt.patch is None:
-            return super().chunk(number)
-        data = self._content(number)
-        if xxhash.xxh3_128_hexdigest(data) != self._receipt.chunks[number]:
-            raise self._changed(number)
-        return data
-
-    def _content(self, number: int) -> memoryview:
-        """A chunk that is not verified yet: as it lies there, or made of the base's. Of those
-        between only the deltas are read: a wrong one makes a wrong chunk.
-        """
-        deltas: list[tuple[RankFile, bytes]] = []
-        file, content = self, self._own_room()[: self.size(number)]
-        while (frame := file._frame(number))[1] != len(content):
-            deltas.append((file, file._delta(number, *frame)))
+    def _how(self, number: int) -> "Made":
+        """Of the saves between only the deltas are read: a wrong one makes a wrong chunk."""
+        file, changes, patch = self, list[delta.Changes](), self._receipt.patch
+        while (frame := file._frame(number))[1] != self.size(number):
+            assert patch is not None
+            changes.append(file._changes(number, *frame, patch.width))
             file = file._before(file._receipt, file._files.where(file.name))
-        found = file._files.read_into(file.name, frame[0], [content])
-        if found != len(content):
-            raise file._short(number, found, len(content))
-        for file, data in reversed(deltas):
-            file._apply(number, data, content)
-        return content
+        return Made(file, frame[0], changes)
 
     def _frame(self, number: int) -> tuple[int, int]:
         """Where it begins, and its bytes: those of the chunk itself, or fewer of a delta."""
@@ -251,16 +245,22 @@ class RankFile(ChunkFile):
         self._starts = self._starts or list(accumulate(patch.frames, initial=0))
         return self._starts[number], patch.frames[number]
 
-    def _delta(self, number: int, start: int, size: int) -> bytes:
+    def _changes(self, number: int, start: int, size: int, width: int) -> delta.Changes:
         data = self._files.read(self.name, start, size)
         if len(data) != size:
             raise self._short(number, len(data), size)
-        return data
-
-    def _apply(self, number: int, frame: bytes, content: memoryview) -> None:
-        assert self._receipt.patch is not None
         try:
-            delta.apply(frame, content, self._receipt.patch.width)
+            return delta.read(data, self.size(number) // width, width)
         except ValueError as error:
             words = f"{self._files.where(self.name)} was changed: chunk {number}: {error}"
             raise Damaged(words, self.name, number) from error
+
+
+class Made(NamedTuple):
+    """What a chunk is made of: bytes that lie in a file from `start` on, and what has changed since
+    (steps add up, so in any order).
+    """
+
+    file: RankFile
+    start: int
+    changes: list[delta.Changes]

@@ -9,7 +9,7 @@ the manifest does not vouch for; and nothing is called damaged because the mediu
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from rft.checkpoint.records import (
     CHUNK,
     FORMAT,
     MANIFEST,
+    FileReceipt,
     LoopState,
     Manifest,
     Patch,
@@ -35,6 +36,7 @@ from rft.checkpoint.targets import Array, Target, pairs, range_of
 from rft.checkpoint.writer import file_name, receipt_name
 from rft.ground.names import ITEM_BYTES
 
+Kind = TypeVar("Kind", bound=FileReceipt)
 CRITIC = "critic."  # keys of a critic's tensors begin so
 SHOWN = 8  # tensors named in one message
 BASE_PART = 64  # as `PART`, of each save that one is a patch of
@@ -81,14 +83,15 @@ class SealedDirectory:
                 f"{manifest.world} ranks"
             )
 
-    def receipt(self, rank: int) -> Receipt:
+    def receipt(self, rank: int, kind: type[Kind] = Receipt) -> Kind:
+        """`kind`: `FileReceipt` where nobody asks which tensors they are."""
         name, manifest = receipt_name(rank), self.manifest
         where = f"{self.where}/{name}"
         data = self.files.attempt(name, lambda: self._storage.get(f"{self.path}/{name}"))
         if sha256(data) != manifest.receipts[name]:
             raise Damaged(f"{where} was changed")
         try:
-            receipt = decode_json(data, Receipt)
+            receipt = decode_json(data, kind)
         except ValueError as error:
             raise Damaged(f"{where} is no receipt: {error}") from error
         if receipt.id != manifest.id:
@@ -104,13 +107,14 @@ class SealedDirectory:
             raise Damaged(f"{where}: its patch is none of {receipt.bytes} bytes")
         return receipt
 
-    def _is_patch(self, patch: Patch, receipt: Receipt) -> bool:
+    def _is_patch(self, patch: Patch, receipt: FileReceipt) -> bool:
         """Of an older version, so that no chain of them goes on for ever."""
         sizes = [min(CHUNK, receipt.bytes - start) for start in range(0, receipt.bytes, CHUNK)]
         return (
             len(patch.frames) == len(sizes)
             and all(0 < one <= size for one, size in zip(patch.frames, sizes, strict=True))
             and patch.width in ITEM_BYTES.values()
+            and receipt.bytes % patch.width == 0
             and patch.base[0] < receipt.step
             and patch.base == self.manifest.base
         )
@@ -126,7 +130,7 @@ class Bases:
         self._there: dict[tuple[int, str], SealedDirectory] = {}
         self._files: dict[tuple[int, tuple[int, str]], RankFile] = {}
 
-    def file(self, of: Receipt, where: str) -> RankFile:
+    def file(self, of: FileReceipt, where: str) -> RankFile:
         """That which the patch of receipt `of`, at `where`, begins from."""
         assert of.patch is not None
         base = of.patch.base
@@ -135,7 +139,7 @@ class Bases:
             what = f"{where} is a patch of version {base[0]}"
             if there.manifest.layout != of.layout or there.manifest.world != of.world:
                 raise Damaged(f"{what}, whose layout is another")
-            receipt = there.receipt(of.rank)
+            receipt = there.receipt(of.rank, FileReceipt)
             if receipt.bytes != of.bytes:
                 raise Damaged(f"{what}, which has {receipt.bytes} bytes and not {of.bytes}")
             self._files[of.rank, base] = RankFile(there.files, receipt, self.file)

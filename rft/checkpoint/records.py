@@ -28,7 +28,7 @@ PROBE = ".probe-"  # prefix of what was put only to see what a store does
 LATEST = "LATEST"
 
 
-class Region(msgspec.Struct, frozen=True):
+class Region(msgspec.Struct, frozen=True, gc=False):
     """A box [offset, offset + shape) of the whole tensor `key`, or of it, flattened, the elements
     `flat` = [start, stop).
 
@@ -59,8 +59,8 @@ class Patch(msgspec.Struct, frozen=True, kw_only=True):
     frames: list[int]
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one rank wrote, once it was on disk.
+class FileReceipt(msgspec.Struct, frozen=True, kw_only=True):
+    """Which bytes one rank wrote: of its receipt what says how they are read.
 
     `bytes`, `chunks`: of the content; xxh3-128 of each CHUNK bytes, in order. `file` holds it as it
     is, or as a `patch`.
@@ -76,17 +76,22 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     bytes: int
     chunks: list[str]
-    regions: list[Region]
-    small: dict[str, bytes]
-    local: dict[str, bytes]
-    loop: dict[str, Any] | None = None  # rank 0 only
-    about: dict[str, Any] | None = None  # rank 0 only
     patch: Patch | None = None
 
     @property
     def stored(self) -> int:
         """Bytes of `file`."""
         return self.bytes if self.patch is None else sum(self.patch.frames)
+
+
+class Receipt(FileReceipt, frozen=True, kw_only=True):
+    """All that one rank wrote, once it was on disk."""
+
+    regions: list[Region]
+    small: dict[str, bytes]
+    local: dict[str, bytes]
+    loop: dict[str, Any] | None = None  # rank 0 only
+    about: dict[str, Any] | None = None  # rank 0 only
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

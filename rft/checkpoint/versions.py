@@ -24,8 +24,8 @@ from rft.ground.delta import Encoder
 from rft.ground.names import ITEM_BYTES
 
 # Of a chain, told elements in parts of all: to apply so many takes as long as to read all once.
-REACH = 1 / 12
-LINK = 1 / 250  # what another version of a chain costs beside its elements, in the same measure
+REACH = 1 / 19
+LINK = 1 / 180  # what another version of a chain costs beside its elements, in the same measure
 
 
 class VersionKeeper:

@@ -32,6 +32,7 @@ WORTH = 0.5
 WORD = 8  # bytes compared at a time
 SCAN = 64 * 2**10  # words: what is scanned stays in the cache
 LEVEL = 1  # zstd's quickest that still looks at how often a byte comes
+SHRUNK = 0.75  # parts of a plane: a larger rest saves too little for the work of reading it
 
 
 class Encoder:
@@ -111,9 +112,11 @@ class Changes(NamedTuple):
     def apply(self, into: Buffer, first: int) -> int:
         """To that part of all elements that begins with number `first`. Returns how many."""
         elements = _flat(into, self.steps.itemsize)
-        start, stop = np.searchsorted(self.places, (first, first + len(elements)))
-        places = self.places[start:stop] - first
-        elements[places] += self.steps[start:stop]
+        start = self.places.searchsorted(first) if first else 0
+        stop = self.places.searchsorted(first + len(elements))
+        places = self.places[start:stop]
+        # not `elements[places] +=`, which takes all of them out and puts them back
+        np.add.at(elements, places - first if first else places, self.steps[start:stop])
         return len(places)
 
 
@@ -134,14 +137,14 @@ def read(delta: Buffer, total: int, itemsize: int) -> Changes:
     if start + sum(sizes) != len(data):
         raise ValueError(f"a delta of {len(data)} bytes says that it has {start + sum(sizes)}")
     found = list(_opened(data[start:], sizes, told))
-    gaps, steps = _joined(found[:GAPS]), _joined(found[GAPS:])
-    places = gaps.astype(np.int64)  # and no memory beside it: there may be many of them
+    # no memory beside it: there may be many
+    places = _joined(found[:GAPS], told, GAPS).astype(np.int64)
     places += 1
+    places[:1] -= 1
     np.cumsum(places, out=places)
-    places -= 1
     if told and places[-1] >= total:
         raise ValueError(f"a delta reaches to element {places[-1]} of {total}")
-    return Changes(places, _unfold(steps))
+    return Changes(places, _unfold(_joined(found[GAPS:], told, itemsize)))
 
 
 def _flat(data: Buffer, itemsize: int) -> np.ndarray:
@@ -177,8 +180,12 @@ def _fold(steps: np.ndarray) -> np.ndarray:
 
 
 def _unfold(folded: np.ndarray) -> np.ndarray:
-    one = folded.dtype.type(1)
-    return (folded >> one) ^ (~(folded & one) + one)
+    """In place."""
+    signs = folded & folded.dtype.type(1)
+    np.negative(signs, out=signs)
+    folded >>= 1
+    folded ^= signs
+    return folded
 
 
 def _within_reach(gaps: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -199,26 +206,32 @@ def _planes(values: np.ndarray) -> Iterator[np.ndarray]:
     return (np.ascontiguousarray(rows[:, byte]) for byte in range(values.itemsize))
 
 
-def _joined(planes: Sequence[np.ndarray]) -> np.ndarray:
-    rows = np.empty((len(planes[0]), len(planes)), np.uint8)
-    for byte, plane in enumerate(planes):
-        rows[:, byte] = plane
-    return rows.reshape(-1).view(f"<u{len(planes)}")
+def _joined(planes: Sequence[np.ndarray | None], told: int, itemsize: int) -> np.ndarray:
+    """What `_planes` took apart; None: all 0."""
+    values: np.ndarray | None = None
+    for plane in reversed(planes):
+        if values is not None:
+            values <<= 8
+        if plane is not None and values is not None:
+            values |= plane
+        elif plane is not None:
+            values = plane.astype(f"<u{itemsize}")
+    return np.zeros(told, f"<u{itemsize}") if values is None else values
 
 
 def _pressed(plane: np.ndarray) -> bytes:
     if not plane.any():
         return b""
     small = zstandard.ZstdCompressor(level=LEVEL).compress(plane)
-    return small if len(small) < len(plane) else plane.tobytes()
+    return small if len(small) <= SHRUNK * len(plane) else plane.tobytes()
 
 
-def _opened(data: memoryview, sizes: Sequence[int], told: int) -> Iterator[np.ndarray]:
+def _opened(data: memoryview, sizes: Sequence[int], told: int) -> Iterator[np.ndarray | None]:
     opener = zstandard.ZstdDecompressor()
     for size in sizes:
         part, data = data[:size], data[size:]
         if not size:
-            yield np.zeros(told, np.uint8)
+            yield None
         elif size == told:
             yield np.frombuffer(part, np.uint8)
         else:
