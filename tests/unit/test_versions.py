@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -219,6 +220,25 @@ def test_few_changes_cost_few_bytes_and_a_chain_ends(tmp_path):
     assert full[:2] == [1, first] and len(full) == -(-30 // (first - 1))
     assert max(patches) < 3 * 0.01 * whole.size
     assert np.array_equal(ranks.read(ranks.kept[30]), whole)
+
+
+@pytest.mark.parametrize("each", [2, 1], ids=["elements", "bytes"])
+def test_a_patched_version_goes_into_places_of_any_cut(tmp_path, each):
+    """Cut where an element ends, or in the middle of one."""
+    random, ranks = np.random.default_rng(0), Ranks(tmp_path / "checkpoints", 1, 640)
+    whole = np.frombuffer(random.bytes(640 * 64 * 2), "u2").copy().reshape(640, 64)
+    with smaller(16384, 9.0):
+        for step in (1, 2, 3):
+            whole[random.random(whole.shape) < 0.02] += 1
+            ranks.publish(step, [whole])
+            ranks.settle()
+        with Checkpoint(ranks.storage, ranks.kept[3]) as saved:
+            file = next(saved.files())
+            cuts = sorted(each * random.choice(file.bytes // each, 40, replace=False))
+            places = [memoryview(bytearray(b - a)) for a, b in pairwise([0, *cuts, file.bytes])]
+            starts = accumulate(map(len, places), initial=0)
+            file.fill(list(zip(starts, places, strict=False)))
+    assert b"".join(places)[: whole.nbytes] == whole.tobytes()
 
 
 def test_a_damaged_base_is_named_and_the_versions_before_it_are_good(tmp_path):
