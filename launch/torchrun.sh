@@ -18,7 +18,12 @@ ranks=()
 if [[ $NNODES == *:* ]]; then
     : "${MASTER_ADDR:?set MASTER_ADDR to the host of a node: where the nodes meet}"
     start=(torch.distributed.run --nnodes="$NNODES" --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-id=rft)
-    start+=(--rdzv-conf="keep_alive_interval=2,last_call_timeout=10" --max-restarts=3)
+    meet=keep_alive_interval=2,last_call_timeout=10
+    # torch knows its host by the machine's name alone, which is often another interface's
+    address=$(getent ahosts "$MASTER_ADDR" | awk '{ print $1; exit }') || address=
+    own=$(hostname -I) || own=
+    [[ -n $address && " $own " == *" $address "* ]] && meet+=,is_host=1
+    start+=(--rdzv-conf="$meet" --max-restarts=3)
 elif ((NNODES > 1)); then
     : "${NODE_RANK:?set NODE_RANK to the number of this node, from 0}" "${MASTER_ADDR:?set MASTER_ADDR to the host of node 0}"
     start=(torch.distributed.run --nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")

@@ -126,7 +126,7 @@ class Agent:
         """Something that a rank may come back for."""
         if self._states or (self._replicas is not None and self._replicas.others()):
             return True
-        return bool(self._lying) and fence.is_owned(Path(self.settings.control))
+        return bool(self._lying) and memory.may_come(self.settings)
 
     def _read(self) -> None:
         while (message := self.wire.receive()) is not None and not isinstance(message, Close):

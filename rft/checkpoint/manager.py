@@ -53,7 +53,7 @@ from rft.checkpoint.stager import (
 )
 from rft.checkpoint.storage import VERSIONS, WEIGHTS, open_storage
 from rft.config import TrainerConfig
-from rft.ground import host_memory
+from rft.ground import host_memory, process
 from rft.ground.device import Device, choose
 from rft.ground.protocols import Collective, Snapshotable
 from rft.monitor import trace
@@ -240,6 +240,7 @@ class CheckpointManager:
             deadline_s=self.config.agent_deadline_s,
             lease_s=self.config.lease_s,
             reserve=total * self.ranks.world,
+            launcher=process.launcher(),
             replicas=replicas,
         )
         self._link = Link(settings, self._hear, self.agent_log, self._agent, patience_s=patience_s)

@@ -37,7 +37,7 @@ from rft.checkpoint.peers import Offer, RunKey, Whole, digest_of, remembered
 from rft.checkpoint.records import CHUNK, CheckpointSettings, Receipt
 from rft.checkpoint.remote import HeldFile, RemoteAgent, Sources
 from rft.checkpoint.replicas import Replicas
-from rft.ground.process import frame, one_message, socket_address
+from rft.ground.process import await_end, frame, one_message, socket_address
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.1  # between looks whether anybody may still come; nothing tells when a lock goes
@@ -73,6 +73,13 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 # --- the agent's side -----------------------------------------------------------------------------
+
+
+def may_come(settings: CheckpointSettings) -> bool:
+    """Whether somebody lives who may start ranks again: the run's own, or torchrun."""
+    if fence.is_owned(Path(settings.control)):
+        return True
+    return settings.launcher > 0 and not await_end(settings.launcher, 0.0)
 
 
 class Resting:
@@ -152,7 +159,7 @@ class Resting:
                 if self.replicas.is_over.is_set():
                     return
                 awaited = now
-            elif fence.is_owned(self.control):
+            elif may_come(self.settings):
                 awaited = now
 
     def _reply(self, caller: socket.socket) -> bool:

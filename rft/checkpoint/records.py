@@ -201,6 +201,7 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     deadline_s: float
     lease_s: float  # how long the right to commit stays with one rank before the next may take it
     reserve: int = 0  # bytes of disk that versions leave to checkpoints
+    launcher: int = 0  # process number of somebody else's that may start the rank again
     replicas: Replication | None = None
 
     @property

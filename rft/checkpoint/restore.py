@@ -35,6 +35,7 @@ from rft.checkpoint.peers import RunKey
 from rft.checkpoint.rank_files import Found, StorageUnreachable, patiently
 from rft.checkpoint.reader import Checkpoint, Mismatch, Pieces
 from rft.checkpoint.records import LATEST, MANIFEST, PROBE
+from rft.checkpoint.remote import Sources
 from rft.checkpoint.sharding import Box, claim_of
 from rft.checkpoint.storage import COLLECTIONS, NotAFile, Storage, open_storage
 from rft.ground.protocols import Snapshotable
@@ -197,19 +198,30 @@ def _from_memory(
     for others in (False, True):
         plans = _by_first(ranks, partial(_plans, memory, told, newest, others))
         for plan in msgspec.convert(plans, list[Plan]):
-            if found := _from_parts(memory, plan, ranks, policy, layout):
+            if found := _from_parts(memory, plan, ranks, policy, layout, spoiled):
                 return found
-            spoiled.append(plan.state.step)
     return None
 
 
 def _from_parts(
-    memory: Memory, plan: Plan, ranks: "Collective", policy: Snapshotable, layout: Any
+    memory: Memory,
+    plan: Plan,
+    ranks: "Collective",
+    policy: Snapshotable,
+    layout: Any,
+    spoiled: list[int],
 ) -> Restored | None:
+    """Nothing is filled before every rank has found all that it needs."""
     state, part = plan.state, ReadReport(host=socket.gethostname())
-    before, count, own = time.monotonic(), 0, []
+    before, count, own, files = time.monotonic(), 0, [], dict[int, Sources]()
     try:
         files = memory.parts(state, plan.run)
+    except OSError as error:
+        part.damage = str(error)
+    if _is_lost(state, part, ranks):
+        return None
+    spoiled.append(state.step)
+    try:
         mine = [files[rank].receipt for rank in sorted(files)]
         own = [one.small | one.local for one in mine if one.rank == ranks.rank]
         with Pieces(f"memory of step {state.step}", mine, lambda one: files[one.rank]) as pieces:
@@ -217,9 +229,7 @@ def _from_parts(
     except (Damaged, Mismatch, OSError) as error:
         part.damage = str(error)
     read = count, time.monotonic() - before
-    lost = _by_first(ranks, partial(_first_damage, ranks.gather(msgspec.to_builtins(part))))
-    if lost:
-        log.error("the state of step %d is not read from memory: %s", state.step, lost)
+    if _is_lost(state, part, ranks):
         return None
     where = f"the memory of the agents (step {state.step})"
     is_same = state.world == ranks.world and plan.about.get("layout") == layout
@@ -227,6 +237,14 @@ def _from_parts(
     if ranks.rank == 0:
         log.info("resumed from %s", where)
     return Restored(plan.loop, plan.on_disk, plan.is_on_disk, state.id, read)
+
+
+def _is_lost(state: ChosenState, part: ReadReport, ranks: "Collective") -> bool:
+    """For any rank."""
+    lost = _by_first(ranks, partial(_first_damage, ranks.gather(msgspec.to_builtins(part))))
+    if lost:
+        log.error("the state of step %d is not read from memory: %s", state.step, lost)
+    return bool(lost)
 
 
 def _plans(

@@ -242,6 +242,11 @@ def await_end(pid: int, deadline_s: float | None = None) -> bool:
         os.close(descriptor)
 
 
+def launcher() -> int:
+    """Process number of the torchrun that has started this rank and may start it again, else 0."""
+    return os.getppid() if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 else 0
+
+
 def end_descendants(grace_s: float = 0.0, spare: Iterable[int] = ()) -> None:
     """Wait up to `grace_s` for all descendants to end by themselves, kill those that did not, and
     reap them.

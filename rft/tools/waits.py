@@ -97,6 +97,7 @@ told
 checkpoint/memory.py
 Resting._serve | a rank that takes its states over | `deadline_s`; `UNOWNED_S` without anybody \
 who may start one | the agent ends
+may_come | whether torchrun has ended | 0: looks | nobody comes
 checkpoint/peers.py
 PeerLine.wait | what the other agent says next | none: the end of its connection; `IDLE_S` within \
 a message | the caller comes again

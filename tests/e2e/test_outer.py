@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import REPOSITORY, History, step_rows, torchrun
+from runs import REPOSITORY, History, Run, step_rows, torchrun, write_assets
 
 GRACE_S = 20.0  # shutdown_grace_s: the sidecar's, once torchrun is gone
 STEPS = {"sft_warmup": 3, "rft": 6}
@@ -79,6 +79,34 @@ def test_torchrun_when_a_part_dies(tmp_path: Path) -> None:
         assert len(told) == 1 and "explorer failed while exploring" in told[0]
         assert not any("finished" in line for line in run.lines)
     check_ends_well(command, tmp_path / "rft" / "quickstart", steps)
+
+
+@pytest.mark.verify
+def test_a_killed_rank_of_files_goes_on_from_memory(tmp_path: Path) -> None:
+    """Nobody of ours lives then: torchrun does, and starts both ranks again."""
+    assets = write_assets(tmp_path / "assets")
+    launcher = [sys.executable, "-m", "rft.run.loopback", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [
+        "experiment=sft",
+        "name=run",
+        "monitor=none",
+        f"checkpoint_root_dir={tmp_path}",
+        f"model.model_path={assets / 'model'}",
+        "buffer.train_batch_size=8",
+        f"buffer.trainer_input.experience_buffer.path={assets / 'train.jsonl'}",
+        "trainer.num_ranks=2",
+        "trainer.megatron.tensor_model_parallel_size=2",
+        "trainer.memory_interval=1",
+        "trainer.total_steps=60",
+    ]
+    with Run([*launcher, "-m", "rft.train", *command]) as run:
+        run.wait_step(3)
+        ranks = [one for one in run.family() if "rft.train" in one.cmdline()]
+        max(ranks, key=lambda one: len(one.parents())).kill()
+        run.wait_for(r"goes on from memory behind step \d+: ")
+        assert run.end(timeout=300) == 0
+    rows = step_rows(tmp_path / "rft" / "run")
+    assert [row["step"] for row in rows] == list(range(1, 61))
 
 
 @pytest.mark.verify

@@ -2,9 +2,14 @@
 between them.
 """
 
+import contextlib
+import re
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from two_nodes import two_nodes
 
@@ -12,42 +17,107 @@ from runs import REPOSITORY, checkpoints, step_rows, write_assets
 
 STEPS = 4
 RUN_S = 300.0
+TOLD = re.compile(r"^\[ *(\d+)/\d+ .*loss", re.M)
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(900)]
 
 
-def test_the_same_command_on_two_nodes(tmp_path: Path) -> None:
-    assets = write_assets(tmp_path / "assets")
+class Nodes:
+    """The command that runs on both of them."""
+
+    def __init__(self, root: Path, processes: "list[subprocess.Popen[bytes]]"):
+        self.root, self.processes = root, processes
+
+    def said(self) -> str:
+        return "\n".join(log.read_text() for log in sorted(self.root.glob("node_*.log")))
+
+    def wait_step(self, least: int) -> None:
+        for _ in range(int(RUN_S / 0.2)):
+            if any(int(step) >= least for step in TOLD.findall(self.said())):
+                return
+            ended, _ = psutil.wait_procs([psutil.Process(self.processes[0].pid)], timeout=0.2)
+            assert not ended, self.said()
+        raise AssertionError(self.said())
+
+    def rank(self, node: int) -> psutil.Process:
+        """That which torchrun has started there."""
+        family = psutil.Process(self.processes[node].pid).children(recursive=True)
+        parents = {one.pid for one in family if "torch.distributed.run" in one.cmdline()}
+        found = [one for one in family if one.ppid() in parents and "rft.train" in one.cmdline()]
+        assert len(found) == 1, found
+        return found[0]
+
+    def end(self) -> list[int]:
+        return [process.wait(RUN_S) for process in self.processes]
+
+
+@contextlib.contextmanager
+def started(place: Path, nnodes: str, *more: str) -> Iterator[Nodes]:
+    """On nodes that know each other by name, with one file system for all that is written."""
+    shared, disk = place / "shared", place / "disk"
+    shared.mkdir()
+    disk.mkdir()
+    write_assets(shared / "assets")
+    root = disk / "shared"  # as the nodes see it
     command = [
         str(REPOSITORY / "launch" / "torchrun.sh"),
         "experiment=sft",
         "name=run",
         "device=cpu",
         "monitor=none",
-        f"checkpoint_root_dir={tmp_path}",
-        f"model.model_path={assets / 'model'}",
+        f"checkpoint_root_dir={root}",
+        f"model.model_path={root / 'assets' / 'model'}",
         "buffer.train_batch_size=8",
-        f"buffer.trainer_input.experience_buffer.path={assets / 'train.jsonl'}",
-        f"trainer.total_steps={STEPS}",
+        f"buffer.trainer_input.experience_buffer.path={root / 'assets' / 'train.jsonl'}",
         "trainer.megatron.tensor_model_parallel_size=2",
+        *more,
     ]
-    with two_nodes() as nodes:
+    with two_nodes(disk=disk) as nodes:
         settings = {
             "PYTHON": sys.executable,
             "PYTHONPATH": str(REPOSITORY),
             "RANKS": "1",
-            "NNODES": "2",
+            "NNODES": nnodes,
             "MASTER_ADDR": nodes[0].address,
-            # as on any machine whose name is not that of the interface
             "GLOO_SOCKET_IFNAME": "cable",
         }
-        logs = [tmp_path / f"node_{number}.log" for number in range(2)]
-        started = [
-            node.start(*command, directory=tmp_path, log=log, NODE_RANK=str(number), **settings)
-            for number, (node, log) in enumerate(zip(nodes, logs, strict=True))
+        for node in nodes:
+            node.bind(shared, root)
+        processes = [
+            node.start(
+                *command,
+                directory=REPOSITORY,
+                log=place / f"node_{number}.log",
+                NODE_RANK=str(number),
+                **settings,
+            )
+            for number, node in enumerate(nodes)
         ]
-        codes = [process.wait(RUN_S) for process in started]
-    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
-    job = tmp_path / "rft" / "run"
+        yield Nodes(place, processes)
+
+
+def test_the_same_command_on_two_nodes(tmp_path: Path) -> None:
+    with started(tmp_path, "2", f"trainer.total_steps={STEPS}") as run:
+        assert run.end() == [0, 0], run.said()
+    job = tmp_path / "shared" / "rft" / "run"
     assert [row["step"] for row in step_rows(job)] == list(range(1, STEPS + 1))
     assert checkpoints(job) == [STEPS]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_rank_that_is_killed_comes_back_with_the_other(tmp_path: Path, node: int) -> None:
+    """No node is lost: torchrun starts the ranks of both again. Their agents have states, each a
+    part that the other's rank needs too: nothing was filled of them, and they go on from the disk,
+    where there is none from the start.
+    """
+    more = ["trainer.total_steps=30", "trainer.memory_interval=1", "trainer.num_ranks=2"]
+    with started(tmp_path, "2:2", *more, f"trainer.save_interval={200 * (1 - node) + 2}") as run:
+        run.wait_step(4)
+        run.rank(node).kill()
+        assert run.end() == [0, 0], run.said()
+        said = run.said()
+    steps = [row["step"] for row in step_rows(tmp_path / "shared" / "rft" / "run")]
+    assert steps == list(range(1, 31))
+    told = re.search(r"goes on from (\w+|the start) behind step (\d+): ", said)
+    assert told is not None, said
+    assert told[1] == ("disk" if node else "the start"), said

@@ -4,6 +4,7 @@ is skipped.
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +15,11 @@ __all__ = ["Node", "two_nodes"]
 
 
 @contextlib.contextmanager
-def two_nodes(count: int = 2) -> Iterator[list[Node]]:
+def two_nodes(count: int = 2, disk: Path | None = None) -> Iterator[list[Node]]:
+    """`disk`: as of `machines`."""
     with contextlib.ExitStack() as held:
         try:
-            found = held.enter_context(machines(count))
+            found = held.enter_context(machines(count, disk))
         except NoMachines as why:
             pytest.skip(str(why))
         yield found
