@@ -379,11 +379,13 @@ class Memory:
         return sum(agent.keep_only(identity) for agent in self.agents)
 
     def end(self, rank: int, world: int) -> None:
-        """Let the agents end whose ranks are this one now; forget the others. Of agents with
-        replicas every rank ends all that it knows.
+        """Let the agents end whose ranks are this one now, or were of this host and are of another
+        now, where ranks of a host are numbered in a row; forget the others. Of agents with replicas
+        every rank ends all that it knows.
         """
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         for agent in self.agents:
-            if agent.answer.rank % world == rank or agent.answer.run is not None:
+            if agent.answer.rank % here == rank % here or agent.answer.run is not None:
                 agent.end()
             for slot in agent.slots:
                 os.close(slot)

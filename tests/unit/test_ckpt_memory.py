@@ -31,6 +31,7 @@ from states import (
 
 from rft.checkpoint import fence, kept
 from rft.checkpoint.manager import CheckpointManager
+from rft.checkpoint.memory import Memory
 from rft.checkpoint.records import CHUNK
 from rft.ground import durable, host_memory
 from rft.ground.process import adopt_orphans
@@ -201,6 +202,18 @@ def test_agents_rest_no_longer_than_somebody_may_come(root: Path) -> None:
     fence.take_epoch(control)
     fence.end_rest(control)
     until(lambda: fence.living_agents(control) == [], "told that nobody comes")
+
+
+def test_agents_are_ended_by_ranks_of_their_host_whose_numbers_are_others_now(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill(root)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(WORLD))
+    for rank in (2, 3):
+        memory = Memory(root / "control")
+        memory.look()
+        memory.end(rank, 2 * WORLD)
+    until(lambda: fence.living_agents(root / "control") == [], "ended")
 
 
 def test_saves_to_disk_and_versions_go_on_beside(root: Path, memory_path: Path) -> None:
