@@ -1,7 +1,7 @@
 """What changed between two versions of the same bytes, made small. Pure: bytes in, bytes out.
 
     old, new ──Encoder──► elements whose bits differ ──► gaps, steps ──planes, zstd──► delta
-    delta, old bits in place ──apply──► new bits
+    delta ──read──► changes; these, old bits in place ──apply──► new bits
 
 An element is an unsigned number of `itemsize` bytes: bits, never floats, so that NaN and -0.0 are
 what they were. A step is new less old, wrapped, folded so that +1, -1, +2 are 2, 1, 4: a small
@@ -10,9 +10,9 @@ planes of their own, of which most are nearly constant; zstd then comes close to
 tenth of the time that finding the changes takes. A gap has two bytes: over a longer one lead
 elements whose step is 0.
 
-Invariants: `apply` of anything raises ValueError or writes within its bounds, and before it has
-seen all of a delta to be sound it writes nothing. That it was made of the bits that are there it
-cannot see: whoever applies one compares the checksum of the whole.
+Invariants: `read` of anything raises ValueError, or has seen all of a delta to be sound: what it
+gives writes within its bounds. That it was made of the bits that are there it cannot see: whoever
+applies one compares the checksum of the whole.
 """
 
 import struct
@@ -97,12 +97,6 @@ def encode(old: Buffer, new: Buffer, itemsize: int) -> bytes | None:
     return encoder.finish()
 
 
-def apply(delta: Buffer, into: Buffer, itemsize: int) -> None:
-    """Make the new bits of the old ones, in place."""
-    elements = _flat(into, itemsize)
-    read(delta, len(elements), itemsize).apply(elements, 0)
-
-
 class Changes(NamedTuple):
     """Elements, by their places in rising order, and what is to be added to each."""
 
@@ -137,9 +131,8 @@ def read(delta: Buffer, total: int, itemsize: int) -> Changes:
     if start + sum(sizes) != len(data):
         raise ValueError(f"a delta of {len(data)} bytes says that it has {start + sum(sizes)}")
     found = list(_opened(data[start:], sizes, told))
-    # no memory beside it: there may be many
     places = _joined(found[:GAPS], told, GAPS).astype(np.int64)
-    places += 1
+    places += 1  # in place, here and below: there may be many
     places[:1] -= 1
     np.cumsum(places, out=places)
     if told and places[-1] >= total:
