@@ -1,6 +1,7 @@
 """Whole runs that lose a node, with its memory and its disk, in the middle of a step.
 
-    python -m bench.node_loss [--nodes N] [--ranks N] [--count N] [--seed S] [--loop] [--keep DIR]
+    python -m bench.node_loss [--nodes N] [--ranks N] [--count N] [--seed S] [--what node|rank|cut]
+                              [--loop] [--keep DIR]
 
 Two machines of one kernel or three (`bench.faults.machines`), each with its own network, name,
 processes, shared memory and disk; a trainer rank on each, or several, started by
@@ -17,8 +18,10 @@ same command is started on the others), the layout, whether its connections end 
 whether torchrun goes on by itself or the command is given again, the step and the moment in it.
 Out: a table, and one last line of JSON. Bars: no state is lost that two nodes had, at most 2 steps
 made again, every step on the batch of the reference and with its loss, and the run says so; of 20
-runs. `--loop`: explorer and engine are of the run too (mode=both), where the run is, and every
-version is kept; rollouts are then made anew, and no reference says what they are.
+runs. `--what rank`: a rank is killed and its machine stays; `cut`: a machine's cable is cut and
+mended after a time that is drawn, and a command that has ended by then is given again. `--loop`:
+explorer and engine are of the run too (mode=both), where the run is, and every version is kept;
+rollouts are then made anew, and no reference says what they are.
 """
 
 import argparse
@@ -32,9 +35,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from bench import report
 from bench.faults.machines import Machine, machines
@@ -64,6 +69,10 @@ JOURNAL = JOB / "buffer" / "experience_buffer"
 SEGMENT = 64 * 2**20
 LOOP = ["mode=both", "synchronizer.max_staleness=1", "trainer.checkpoint.versions=all"]
 RAY_PORT = 6379
+NODE, RANK, CUT = WHAT = ("node", "rank", "cut")
+CUTS_S = (3.0, 12.0, 30.0, 45.0, 60.0)  # below and above what agents and ranks wait for each other
+# so that some steps are left when a cut is mended
+SLOW = "rft.trainer.saving:SaveTimes.is_due=bool(__import__('time').sleep(3))"
 TOLD = re.compile(r"^\[ *(\d+)/\d+ .*loss", re.M)
 AGAIN_TOLD = re.compile(r"^trainer: goes on from (\w+) behind step (\d+): (.*) made again$", re.M)
 REFUSED = re.compile(r"^rft: .*take_over=true", re.M)
@@ -85,9 +94,11 @@ class Case:
     step: int
     share: float  # of a step, behind the line of the one before
     asked: bool  # whether the command is given without `take_over` first
+    what: str = NODE
+    cut_s: float = 0.0
 
     @classmethod
-    def drawn(cls, seed: int, nodes: int, ranks: int) -> "Case":
+    def drawn(cls, seed: int, nodes: int, ranks: int, what: str) -> "Case":
         chance = random.Random(seed)
         known = [name for name in sorted(LAYOUTS) if name == ALL_DP or nodes * ranks % 2 == 0]
         layout, silent = chance.choice(known), chance.random() < 0.25
@@ -98,11 +109,22 @@ class Case:
         if nodes > 2 and gone:
             gone = chance.randrange(1, nodes)
         share = chance.random()
-        return cls(seed, nodes, ranks, gone, layout, silent, elastic, step, share, asked)
+        case = cls(seed, nodes, ranks, gone, layout, silent, elastic, step, share, asked)
+        if what == NODE:
+            return case
+        case = replace(case, what=what, asked=False)
+        if what == CUT:
+            case = replace(case, elastic=True, cut_s=chance.choice(CUTS_S))
+        return case
 
     @property
     def first(self) -> bool:
         return self.gone == 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Nobody gives the command again, but where a cut has ended it."""
+        return self.elastic and not (self.first and self.what == NODE)
 
     @property
     def layouts(self) -> str:
@@ -117,6 +139,8 @@ class Case:
     def words(self) -> str:
         who = "first" if self.first else "other"
         how = "silently" if self.silent else "at once"
+        if self.what != NODE:
+            how = f"cut for {self.cut_s:g} s" if self.what == CUT else "a rank"
         by = "torchrun" if self.elastic else "by hand"
         return f"{who}, {self.layout}, {how}, {by}"
 
@@ -142,6 +166,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="of a node")
     parser.add_argument("--count", type=int, default=CLAIMED)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--what", choices=WHAT, default=NODE, help="what is lost")
     parser.add_argument("--loop", action="store_true", help="with explorer and engine")
     parser.add_argument("--keep", type=Path, help="a directory for what the runs have said")
     asked = parser.parse_args()
@@ -151,7 +176,7 @@ def main() -> None:
         known = None if asked.loop else reference(top)
         found = []
         for seed in range(asked.seed, asked.seed + asked.count):
-            case = Case.drawn(seed, asked.nodes, asked.ranks)
+            case = Case.drawn(seed, asked.nodes, asked.ranks, asked.what)
             found.append(lost(top / str(seed), top, case, known))
             say_one(found[-1])
             if asked.keep:
@@ -253,7 +278,9 @@ class Nodes:
         self.top, self.given, self.case, self.nodes, self.known = top, given, case, nodes, known
         self.disk = top / "disk"
         self.logs = [top / f"node{number}.log" for number in range(case.nodes)]
-        self.left = [number for number in range(case.nodes) if number != case.gone]
+        self.left = [
+            number for number in range(case.nodes) if case.what != NODE or number != case.gone
+        ]
         self.environment = {
             "PYTHON": sys.executable,
             "PYTHONPATH": str(ROOT),
@@ -262,42 +289,61 @@ class Nodes:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RANKS": str(case.ranks),
         }
+        if case.what == CUT:
+            self.environment["PYTHONPATH"] += f":{ROOT / 'tests/verify/planted'}"
+            self.environment["RFT_PLANTED"] = SLOW
         self.found = Outcome(case)
+        self.late: list[int] = []  # nodes where the command was given again
 
     def run(self) -> Outcome:
         case, found = self.case, self.found
-        left = self.left[0]
         try:
             self.ray(0)
-            runs = [
-                self.start(number, log, case.nodes, number, 0)
+            self.runs = {
+                number: self.start(number, log, case.nodes, number, 0)
                 for number, log in enumerate(self.logs)
-            ]
+            }
             self.lose(case.gone)
             before = self.rows_before
-            began, log = time.monotonic(), self.logs[left]
-            if case.first or not case.elastic:
+            began, at = time.monotonic(), found.told
+            if not case.goes_on:
                 for one in self.left:
-                    ended, at_its = runs[one], self.logs[one]
-                    await_that(
-                        lambda ended=ended: ended.poll() is not None,
-                        END_S,
-                        "the others end",
-                        at_its,
-                    )
-                log = self.again()
-            else:
-                self.last = runs[left]
-            at = self.told_in(self.logs[left]) if log == self.logs[left] else 0
-            await_that(lambda: self.told_in(log) > at, END_S, "a step is told again", log)
+                    self.await_that(lambda one=one: self.has_ended(one), "the others end")
+                at = 0
+                self.again()
+            self.await_that(lambda: self.told() > at, "a step is told again")
             found.seconds = time.monotonic() - began
-            await_that(lambda: self.last.poll() is not None, END_S, "the run ends", log)
-            if self.last.returncode:
-                found.problems.append(f"exit code {self.last.returncode}")
-            self.judge(left, log, before)
+            self.await_that(self.is_over, "the run ends")
+            codes = {one: self.runs[one].returncode for one in self.left}
+            if case.what == CUT and not all(codes.values()):
+                codes = {}  # where torchrun comes back to a run that is over, it fails
+            found.problems += [f"exit code {code} of node {n}" for n, code in codes.items() if code]
+            self.judge(before)
         except TimeoutError as error:
             found.problems.append(str(error))
         return found
+
+    def is_over(self) -> bool:
+        """Whether all have ended; one that the cut has ended is started again, as schedulers do."""
+        for one in self.left if self.case.what == CUT else ():
+            if self.runs[one].poll() and self.told() < STEPS and self.log_of(one) == self.logs[one]:
+                self.late.append(one)
+                self.runs[one] = self.start(one, self.log_of(one), self.case.nodes, one, 0)
+        return all(self.has_ended(one) for one in self.left)
+
+    def has_ended(self, number: int) -> bool:
+        return self.runs[number].poll() is not None
+
+    def log_of(self, number: int) -> Path:
+        """What the last command on this node has said."""
+        return self.top / f"again{number}.log" if number in self.late else self.logs[number]
+
+    def told(self) -> int:
+        """The last step that the last commands have told."""
+        return max(self.told_in(self.log_of(one)) for one in self.left)
+
+    def await_that(self, is_so: Callable[[], bool], what: str) -> None:
+        await_that(is_so, END_S, what, self.log_of(self.left[0]))
 
     # --- what is started --------------------------------------------------------------------------
 
@@ -336,12 +382,12 @@ class Nodes:
             *command, directory=self.top, log=log, **self.environment, **meet
         )
 
-    def again(self) -> Path:
+    def again(self) -> None:
         """The same command on the nodes that are left: first as it was, which of one node alone is
         refused.
         """
         lead, count = self.left[0], len(self.left)
-        if self.case.first:
+        if self.case.first and self.case.what == NODE:
             self.ray(lead)
         if self.case.asked:
             refused = self.top / "refused.log"
@@ -349,13 +395,11 @@ class Nodes:
             if not REFUSED.search(refused.read_text()):
                 self.found.problems.append("goes on without take_over")
         over = ["trainer.checkpoint.take_over=true"] if count == 1 else []
-        logs = [self.top / f"again{rank}.log" for rank in range(count)]
-        runs = [
-            self.start(number, log, count, rank, lead, *over)
-            for rank, (number, log) in enumerate(zip(self.left, logs, strict=True))
-        ]
-        self.last = runs[0]
-        return logs[0]
+        self.late = list(self.left)
+        self.runs = {
+            number: self.start(number, self.log_of(number), count, rank, lead, *over)
+            for rank, number in enumerate(self.left)
+        }
 
     # --- the loss ---------------------------------------------------------------------------------
 
@@ -368,8 +412,16 @@ class Nodes:
         step_s = min(row["time/step_s"] for row in self.rows_before.values())
         time.sleep(case.share * step_s)
         found.phase = (job / "logs" / "latest" / "phase_rank_0").read_text().strip()
-        self.nodes[gone].lose(case.silent)
+        if case.what == NODE:
+            self.nodes[gone].lose(case.silent)
+        elif case.what == RANK:
+            psutil.Process(ranks_of(self.runs[gone].pid)[0]).kill()
+        else:
+            self.nodes[gone].cut(True)
         found.told = self.told_in(log)
+        if case.what == CUT:
+            time.sleep(case.cut_s)
+            self.nodes[gone].cut(False)
 
     def told_in(self, log: Path) -> int:
         told = TOLD.findall(log.read_text())
@@ -377,12 +429,17 @@ class Nodes:
 
     # --- what came of it --------------------------------------------------------------------------
 
-    def judge(self, left: int, log: Path, before: Rows) -> None:
+    def judge(self, before: Rows) -> None:
         found, problems = self.found, self.found.problems
-        job = self.nodes[left].see(self.disk / JOB)
+        jobs = [self.nodes[one].see(self.disk / JOB) for one in self.left]
         found.had = int(max(row["checkpoint/replicated"] for row in before.values()))
-        said = (job / "logs" / "latest" / "rank_0.log").read_text()
+        logs = [job / "logs" / "latest" / "rank_0.log" for job in jobs]
+        said = "\n".join(log.read_text() for log in logs if log.exists())
         resumed = re.findall(r"resumed from .* \(step (\d+)\)", said)
+        if not resumed and self.case.what == CUT and not self.late:
+            resumed = [str(found.told)]  # nobody has noticed
+        elif not AGAIN_TOLD.search("\n".join(self.log_of(one).read_text() for one in self.left)):
+            problems.append("does not say which steps are made again")
         if not resumed:
             problems.append("LOST nothing came back from memory")
             return
@@ -391,19 +448,29 @@ class Nodes:
             problems.append(f"LOST step {found.had}, which two nodes had; {found.back} came back")
         if found.again > AGAIN:
             problems.append(f"{found.again} steps made again")
-        if not AGAIN_TOLD.search(log.read_text()):
-            problems.append("does not say which steps are made again")
-        after = rows_of(job)
+        told = [rows_of(job) for job in jobs]
+        after = {step: row for rows in told for step, row in rows.items()}
         if missing := set(range(found.back + 1, STEPS + 1)) - set(after):
             problems.append(f"steps {sorted(missing)} are not told")
-        shutil.copytree(job / "buffer", self.top / "left")
-        dealt = leases(self.top / "left" / JOURNAL.name)
+        dealt: Groups = {}
+        for number, job in enumerate(jobs):
+            if (job / "buffer" / JOURNAL.name).exists():
+                shutil.copytree(job / "buffer", self.top / f"left{number}")
+                dealt = max(dealt, leases(self.top / f"left{number}" / JOURNAL.name), key=len)
         groups, rows = self.known or (dealt, after | before)
         for step in range(STEPS):
             if dealt.get(step) != groups[step] or len(groups[step]) != 1:
                 problems.append(f"WRONG step {step + 1} on groups {dealt.get(step)}")
-        for step, row in [*before.items(), *(after.items() if self.known else ())]:
-            problems += differs(step, row, rows[step])
+        for some in [before, *(told if self.known else ())]:
+            for step, row in some.items():
+                problems += differs(step, row, rows[step])
+
+
+def ranks_of(torchrun: int) -> list[int]:
+    """Processes of the ranks that were started by that of process `torchrun`."""
+    family = psutil.Process(torchrun).children(recursive=True)
+    parents = {one.pid for one in family if "torch.distributed.run" in one.cmdline()}
+    return [one.pid for one in family if one.ppid() in parents and "rft.train" in one.cmdline()]
 
 
 def differs(step: int, row: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:

@@ -103,8 +103,19 @@ class Machine(Holder):
     def lose(self, silently: bool = False) -> None:
         """Nothing of it is left. `silently`: no connection ends, for its cable was cut before."""
         if silently:
-            self.run("ip", "link", "set", "cable", "down")
+            self.cut(True)
         self.close()
+
+    def cut(self, is_cut: bool) -> None:
+        """Its cable; no connection ends by it."""
+        self.run("ip", "link", "set", "cable", "down" if is_cut else "up")
+        if not is_cut:
+            self.route()
+
+    def route(self) -> None:
+        """A default one, which goes with the cable: Ray looks for its address by it."""
+        other = ADDRESSES[self.address == ADDRESSES[0]]
+        self.run("ip", "route", "replace", "default", "via", other)
 
 
 def _own(number: int, disk: Path) -> tuple[str, ...]:
@@ -137,8 +148,7 @@ def machines(count: int = 2, disk: Path | None = None) -> Iterator[list[Machine]
             held.callback(found[-1].close)
             _join(found[-1], switch, f"port{number}")
         for machine in found:
-            route = found[1].address if machine is found[0] else found[0].address
-            machine.run("ip", "route", "add", "default", "via", route)
+            machine.route()
         yield found
 
 
