@@ -24,6 +24,8 @@ if [[ $NNODES == *:* ]]; then
     own=$(hostname -I) || own=
     [[ -n $address && " $own " == *" $address "* ]] && meet+=,is_host=1
     start+=(--rdzv-conf="$meet" --max-restarts=3)
+    # else torch 2.13 tells ranks of nodes that stay where the rank 0 of the first start was, though its node be gone
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 elif ((NNODES > 1)); then
     : "${NODE_RANK:?set NODE_RANK to the number of this node, from 0}" "${MASTER_ADDR:?set MASTER_ADDR to the host of node 0}"
     start=(torch.distributed.run --nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")

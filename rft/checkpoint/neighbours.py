@@ -1,5 +1,6 @@
-"""What ranks agree on before their agents hold each other's parts: who listens where, who holds
-whose, and that the memory of every node is enough.
+"""What ranks agree on before anything is saved: that they all mean one place by that of the
+checkpoints; and before their agents hold each other's parts: who listens where, who holds whose,
+and that the memory of every node is enough.
 
 In: of each rank its node, an address that other nodes reach, the bytes of its part. Out: what its
 agent is told (`Replication`), the same run on all of them; ConfigError on every rank, all problems
@@ -10,7 +11,9 @@ rank calls `agree` at the same point.
 import contextlib
 import ipaddress
 import logging
+import secrets
 import socket
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +23,58 @@ import msgspec
 
 from rft.checkpoint import fence
 from rft.checkpoint.peers import Remembered, RunKey, remember, remembered
-from rft.checkpoint.records import Replication
+from rft.checkpoint.records import PROBE, Replication
 from rft.checkpoint.replicas import BUFFERS, held_by, peer_of
+from rft.checkpoint.storage import Storage
 from rft.ground.errors import ConfigError, Late
 from rft.ground.protocols import Collective
 
 log = logging.getLogger(__name__)
 KEY = "trainer.checkpoint.replicas"
+SEEN_S, AGAIN_S = 10.0, 0.2
 MOST_BEFORE = 32  # addresses of earlier agents at which a node answers
+
+
+def leave_mark(storage: Storage) -> str:
+    """By rank 0, where checkpoints lie; its name, for `blind_nodes`. Raises OSError."""
+    mark = f"{PROBE}{secrets.token_hex(6)}"
+    storage.put(mark, b"")
+    return mark
+
+
+def blind_nodes(storage: Storage, ranks: Collective, mark: str, patience_s: float) -> str:
+    """What to say where nodes do not see what rank 0 has left: a directory of the same name on a
+    node's own disk takes its ranks' parts, and no checkpoint would ever be complete. Collective.
+    """
+    within_s = min(patience_s, SEEN_S)
+    said = ranks.gather([socket.gethostname(), _why_unseen(storage, mark, within_s)])
+    if said is None:
+        return str(ranks.broadcast(None))
+    unseen: dict[str, str] = {}
+    for node, why in said:
+        if why:
+            unseen.setdefault(node, why)
+    told = "; ".join(f"{node} does not ({why})" for node, why in unseen.items())
+    if told:
+        told = (
+            f"{storage.where}: {said[0][0]} writes checkpoints there, and not all nodes see them: "
+            f"{told}. Mount one file system there on all nodes, or set "
+            "trainer.checkpoint.storage to a place that all of them reach, then start again"
+        )
+    return str(ranks.broadcast(told))
+
+
+def _why_unseen(storage: Storage, mark: str, within_s: float) -> str:
+    """Empty: it is there. A file system may take a while to show what another node has made."""
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            storage.get(mark)
+            return ""
+        except OSError as error:
+            if time.monotonic() > end:
+                return str(error)
+        time.sleep(AGAIN_S)
 
 
 @dataclass(frozen=True)

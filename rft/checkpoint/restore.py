@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from rft.checkpoint import catalog
+from rft.checkpoint import catalog, neighbours
 from rft.checkpoint.catalog import committed
 from rft.checkpoint.chunks import Damaged
 from rft.checkpoint.left import LeftChunks
@@ -103,13 +103,20 @@ def _remove(act: Callable[[str], object], path: str) -> None:
 
 
 def prepare(storage: Storage, ranks: "Collective", patience_s: float = PATIENCE_S) -> None:
-    """Make the root and sweep it. Raises RestoreRefused."""
+    """Make the root and sweep it, and see that it is one for all. Raises RestoreRefused."""
 
-    def make() -> None:
+    def make() -> str:
         storage.prepare()
         sweep(storage)
+        return neighbours.leave_mark(storage) if ranks.world > 1 else ""
 
-    _by_first(ranks, lambda: patiently(f"{storage.where} cannot be used", make, patience_s))
+    what = f"{storage.where} cannot be used"
+    if mark := _by_first(ranks, lambda: patiently(what, make, patience_s)):
+        blind = neighbours.blind_nodes(storage, ranks, mark, patience_s)
+        if ranks.rank == 0:
+            _remove(storage.discard, mark)
+        if blind:
+            raise RestoreRefused(blind)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ STARTED_S = 900.0  # engines may have to read a large model before rank 0 announ
 # for its part of that: rank 0 can still say to all ranks that it has failed
 SIDECAR_S = STARTED_S - 60.0
 REACH_S = 5.0  # for rank 0's own store to answer
-HEARD_S = 60.0  # for all ranks to hear that rank 0 has failed
+HEARD_S = 60.0  # for all ranks to hear that rank 0 ends
 AGAIN_S = 0.2  # between looks
 HEARD = "heard"  # by how many
 SCONTROL_S = 60.0  # for Slurm to say which nodes there are
@@ -89,8 +89,8 @@ def join(raw: DictConfig, prepared: Prepared, check: Check) -> int:
         news = _announcement(raw, prepared, check)
         told = replace(news, environment=news.environment | place)
         store.set("stage", msgspec.json.encode(told).decode())
-        if told.code is not None and hosted is not None:
-            _let_hear(hosted)
+        if told.code is not None:
+            _let_hear(hosted or store)
     else:
         told = _heard(store)
     if told.code is not None:
@@ -219,7 +219,10 @@ def _heard(store: Any) -> Announcement:
     end = time.monotonic() + STARTED_S
     while time.monotonic() < end:
         told = msgspec.json.decode(store.get("stage"), type=Announcement)
-        if "MASTER_PORT" not in told.environment or _is_heard(told.environment):
+        if "MASTER_PORT" not in told.environment:  # the store is of this rank 0
+            store.add(HEARD, 1)
+            return told
+        if _is_heard(told.environment):
             return told
         time.sleep(AGAIN_S)
     raise TimeoutError(f"rank 0 has not said within {STARTED_S:g} s what the ranks are to do")
@@ -241,7 +244,9 @@ def _is_heard(place: Mapping[str, str]) -> bool:
 
 
 def _let_hear(own: Any) -> None:
-    """Stay until all others know that this rank ends, and why: they ask it."""
+    """Stay until all others know that this rank ends, and why: they ask it, and late ones would
+    find nobody.
+    """
     end, others = time.monotonic() + HEARD_S, int(os.environ["WORLD_SIZE"]) - 1
     while own.add(HEARD, 0) < others and time.monotonic() < end:
         time.sleep(AGAIN_S)

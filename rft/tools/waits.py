@@ -98,6 +98,9 @@ checkpoint/memory.py
 Resting._serve | a rank that takes its states over | `deadline_s`; `UNOWNED_S` without anybody \
 who may start one | the agent ends
 may_come | whether torchrun has ended | 0: looks | nobody comes
+checkpoint/neighbours.py
+_why_unseen | what rank 0 has written, to be seen here | `SEEN_S`, at most the caller's patience | \
+the start is refused
 checkpoint/peers.py
 PeerLine.wait | what the other agent says next | none: the end of its connection; `IDLE_S` within \
 a message | the caller comes again
@@ -339,7 +342,7 @@ run/outer.py
 join | the killed watcher of stopped ranks | the kernel | -
 _heard | what the ranks are to do, from the rank 0 of this attempt | `STARTED_S` | this rank ends
 _is_heard | rank 0's own store | `REACH_S` | it is of an attempt before: asked again
-_let_hear | all ranks, to hear that rank 0 has failed | `HEARD_S` | it ends all the same
+_let_hear | all ranks, to hear that rank 0 ends | `HEARD_S` | it ends all the same
 scontrol | Slurm | `SCONTROL_S` | the start fails
 run/rank.py
 tell | another, earlier failure | `SETTLE_S` | this one is told

@@ -235,6 +235,34 @@ def test_a_root_that_cannot_be_made_refuses_the_start_on_every_rank() -> None:
     assert len(said) == 2 and len(set(said)) == 1
 
 
+@pytest.mark.parametrize("blind", [None, 0, 1, 2])
+def test_ranks_that_look_at_other_directories_are_refused(
+    tmp_path: Path, blind: int | None
+) -> None:
+    """Each would save its part where the others' are not. Nothing is left of the look."""
+    roots = [tmp_path / ("own" if rank == blind else "shared") for rank in range(3)]
+    ranks, said = Ranks(3), []
+
+    def prepare(rank: int) -> None:
+        try:
+            restore.prepare(open_storage(roots[rank]), ranks.member(rank), 0.0)
+            said.append("")
+        except RestoreRefused as refused:
+            said.append(str(refused))
+
+    threads = [threading.Thread(target=prepare, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(said) == 3 and len(set(said)) == 1
+    if blind is None:
+        assert not said[0]
+    else:
+        assert f"{roots[0]}: " in said[0] and "trainer.checkpoint.storage" in said[0]
+    assert not [name for name in names(tmp_path) if "." in name]
+
+
 class Sticky(Disk):
     """A reader on another node has files of every directory open: nothing can be deleted, or, of
     another owner, not even renamed.

@@ -49,3 +49,4 @@ def test_where_the_store_is_of_this_attempt_alone_it_is_believed() -> None:
     launchers = HashStore()
     launchers.set("stage", msgspec.json.encode(Announcement(code=2)).decode())
     assert outer._heard(launchers).code == 2
+    assert launchers.add("heard", 0) == 1  # whose process goes, and the store with it

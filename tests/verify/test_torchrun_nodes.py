@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from two_nodes import two_nodes
+from two_nodes import Node, two_nodes
 
 from runs import REPOSITORY, checkpoints, step_rows, write_assets
 
@@ -25,8 +25,10 @@ pytestmark = [pytest.mark.verify, pytest.mark.timeout(900)]
 class Nodes:
     """The command that runs on both of them."""
 
-    def __init__(self, root: Path, processes: "list[subprocess.Popen[bytes]]"):
-        self.root, self.processes = root, processes
+    def __init__(
+        self, root: Path, processes: "list[subprocess.Popen[bytes]]", machines: list[Node]
+    ):
+        self.root, self.processes, self.machines = root, processes, machines
 
     def said(self) -> str:
         return "\n".join(log.read_text() for log in sorted(self.root.glob("node_*.log")))
@@ -52,8 +54,10 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def started(place: Path, nnodes: str, *more: str) -> Iterator[Nodes]:
-    """On nodes that know each other by name, with one file system for all that is written."""
+def started(place: Path, nnodes: str, *more: str, count: int = 2, meet: int = 0) -> Iterator[Nodes]:
+    """On nodes that know each other by name, with one file system for all that is written; they
+    meet at node `meet`.
+    """
     shared, disk = place / "shared", place / "disk"
     shared.mkdir()
     disk.mkdir()
@@ -69,16 +73,16 @@ def started(place: Path, nnodes: str, *more: str) -> Iterator[Nodes]:
         f"model.model_path={root / 'assets' / 'model'}",
         "buffer.train_batch_size=8",
         f"buffer.trainer_input.experience_buffer.path={root / 'assets' / 'train.jsonl'}",
-        "trainer.megatron.tensor_model_parallel_size=2",
+        *(["trainer.megatron.tensor_model_parallel_size=2"] if count == 2 else []),
         *more,
     ]
-    with two_nodes(disk=disk) as nodes:
+    with two_nodes(count, disk) as nodes:
         settings = {
             "PYTHON": sys.executable,
             "PYTHONPATH": str(REPOSITORY),
             "RANKS": "1",
             "NNODES": nnodes,
-            "MASTER_ADDR": nodes[0].address,
+            "MASTER_ADDR": nodes[meet].address,
             "GLOO_SOCKET_IFNAME": "cable",
         }
         for node in nodes:
@@ -93,7 +97,7 @@ def started(place: Path, nnodes: str, *more: str) -> Iterator[Nodes]:
             )
             for number, node in enumerate(nodes)
         ]
-        yield Nodes(place, processes)
+        yield Nodes(place, processes, nodes)
 
 
 def test_the_same_command_on_two_nodes(tmp_path: Path) -> None:
@@ -102,6 +106,33 @@ def test_the_same_command_on_two_nodes(tmp_path: Path) -> None:
     job = tmp_path / "shared" / "rft" / "run"
     assert [row["step"] for row in step_rows(job)] == list(range(1, STEPS + 1))
     assert checkpoints(job) == [STEPS]
+
+
+def test_the_node_of_rank_0_goes_and_that_where_all_meet_stays(tmp_path: Path) -> None:
+    """torch tells each agent once where the first rank 0 is, and ranks of nodes that stay then look
+    for it there; the script has it asked again for every start.
+    """
+    layouts = "trainer.layouts=[{num_ranks:3},{num_ranks:2}]"
+    more = [layouts, "trainer.total_steps=200", "trainer.save_interval=5"]
+    more += ["buffer.train_batch_size=12", "buffer.total_epochs=1000"]
+    with started(tmp_path, "2:3", *more, count=3, meet=2) as run:
+        run.wait_step(4)
+        run.machines[0].lose()
+        run.processes.pop(0).wait(RUN_S)
+        assert run.end() == [0, 0], run.said()
+        said = run.said()
+    assert "of trainer.layouts: 2 rank(s)" in said, said
+    assert step_rows(tmp_path / "shared" / "rft" / "run")[-1]["step"] == 200
+
+
+def test_a_directory_of_each_nodes_own_is_no_place_for_checkpoints(tmp_path: Path) -> None:
+    own = f"checkpoint_root_dir={tmp_path / 'disk' / 'own'}"
+    with started(tmp_path, "2", own, f"trainer.total_steps={STEPS}") as run:
+        assert all(run.end()), run.said()
+        said = run.said()
+    # once by each node, for their logs have no common directory either
+    assert said.count("Mount one file system there on all nodes, or set") == 2, said
+    assert not TOLD.findall(said), said
 
 
 @pytest.mark.parametrize("node", [0, 1])
