@@ -1,8 +1,10 @@
-"""Ranks that the user's own torchrun started: two, with tensor parallelism, through a supervised
-and a grpo stage, whose weights reach the engine through memory.
+"""Ranks that the user's own torchrun started, or srun: two, with tensor parallelism, through a
+supervised and a grpo stage, whose weights reach the engine through memory.
 """
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +145,25 @@ def test_refused_in_one_line_on_all_ranks(tmp_path: Path) -> None:
     assert done.returncode != 0
     refused = [line for line in done.stderr.splitlines() if line.startswith("rft: ")]
     assert len(refused) == 1 and "trainer.num_ranks=1" in refused[0] and "2 ranks" in refused[0]
+
+
+@pytest.mark.verify
+def test_ranks_of_a_launcher_without_a_store_all_hear_the_refusal(tmp_path: Path) -> None:
+    """As srun starts them: the store is rank 0's own, who stays until the other has heard."""
+    command = [sys.executable, "-m", "rft.train", *COMMAND, "trainer.num_ranks=3"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [*command, f"checkpoint_root_dir={tmp_path}"],
+            cwd=REPOSITORY,
+            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = "".join(rank.communicate(timeout=200)[1] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    assert said.count("rft: ") == 1 and "Traceback" not in said, said
