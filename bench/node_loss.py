@@ -433,17 +433,13 @@ class Nodes:
         found, problems = self.found, self.found.problems
         jobs = [self.nodes[one].see(self.disk / JOB) for one in self.left]
         found.had = int(max(row["checkpoint/replicated"] for row in before.values()))
-        logs = [job / "logs" / "latest" / "rank_0.log" for job in jobs]
-        said = "\n".join(log.read_text() for log in logs if log.exists())
-        resumed = re.findall(r"resumed from .* \(step (\d+)\)", said)
-        if not resumed and self.case.what == CUT and not self.late:
-            resumed = [str(found.told)]  # nobody has noticed
-        elif not AGAIN_TOLD.search("\n".join(self.log_of(one).read_text() for one in self.left)):
-            problems.append("does not say which steps are made again")
-        if not resumed:
-            problems.append("LOST nothing came back from memory")
+        # the first is that of the loss: a run that grows again goes on once more
+        logs = [*self.logs, *sorted(self.top.glob("again*.log"))]
+        told_again = AGAIN_TOLD.search("\n".join(log.read_text() for log in logs))
+        if told_again is None and (self.case.what != CUT or self.late):  # else unnoticed
+            problems.append("LOST nothing came back, or it does not say which steps are made again")
             return
-        found.back = int(resumed[-1])
+        found.back = int(told_again[2]) if told_again else found.told
         if found.back < found.had:
             problems.append(f"LOST step {found.had}, which two nodes had; {found.back} came back")
         if found.again > AGAIN:

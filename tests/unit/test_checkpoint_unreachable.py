@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,6 +218,15 @@ def test_a_list_that_rank_0_cannot_read_refuses_the_start(root: Path, name: str)
     assert "rank 0 on " in refusal(*ranks) and names(root) == before
 
 
+def on_each(act: Callable[[int], None], world: int) -> None:
+    """Every rank at once."""
+    threads = [threading.Thread(target=act, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+
+
 def test_a_root_that_cannot_be_made_refuses_the_start_on_every_rank() -> None:
     ranks, said = Ranks(2), []
 
@@ -227,11 +237,7 @@ def test_a_root_that_cannot_be_made_refuses_the_start_on_every_rank() -> None:
             restore.prepare(open_storage("/proc/nowhere"), ranks.member(rank), 0.0)
         said.append(str(refused.value))
 
-    threads = [threading.Thread(target=prepare, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
+    on_each(prepare, 2)
     assert len(said) == 2 and len(set(said)) == 1
 
 
@@ -250,11 +256,7 @@ def test_ranks_that_look_at_other_directories_are_refused(
         except RestoreRefused as refused:
             said.append(str(refused))
 
-    threads = [threading.Thread(target=prepare, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
+    on_each(prepare, 3)
     assert len(said) == 3 and len(set(said)) == 1
     if blind is None:
         assert not said[0]

@@ -103,16 +103,8 @@ PARTS = {
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-versions": Part([["-m", "bench.versions"], ["-m", "bench.save_plan"]]),
     "bench-node-loss": Part(
-        [
-            ["-m", "bench.node_loss", *more]
-            for more in (
-                [],
-                ["--nodes", "3"],
-                ["--ranks", "2"],
-                ["--what", "rank"],
-                ["--what", "cut"],
-            )
-        ]
+        [["-m", "bench.node_loss", *more] for more in ([], ["--nodes", "3"], ["--ranks", "2"])]
+        + [["-m", "bench.node_loss", "--what", what] for what in ("rank", "cut")]
     ),
     "bench-recovery": benches("recovery", "effective", "every_step"),
     "history": Part([["-m", "bench.history"]]),

@@ -13,6 +13,8 @@ import psutil
 import pytest
 from two_nodes import Node, two_nodes
 
+from bench.node_loss import ranks_of
+
 from runs import REPOSITORY, checkpoints, step_rows, write_assets
 
 STEPS = 4
@@ -43,11 +45,8 @@ class Nodes:
 
     def rank(self, node: int) -> psutil.Process:
         """That which torchrun has started there."""
-        family = psutil.Process(self.processes[node].pid).children(recursive=True)
-        parents = {one.pid for one in family if "torch.distributed.run" in one.cmdline()}
-        found = [one for one in family if one.ppid() in parents and "rft.train" in one.cmdline()]
-        assert len(found) == 1, found
-        return found[0]
+        (found,) = ranks_of(self.processes[node].pid)
+        return psutil.Process(found)
 
     def end(self) -> list[int]:
         return [process.wait(RUN_S) for process in self.processes]
