@@ -287,10 +287,11 @@ class CheckpointManager:
         version: bool = False,
         memory: bool = False,
         local: dict[str, bytes] | None = None,
+        later: bool = False,
     ) -> bool:
         """Begin to save `step`: everything (`full`, or in `memory` alone), the model alone, for
         engines (`weights`) or to be kept as a `version`, or some of these of one staging. `local`:
-        more of this rank's own, beside what the snapshot has.
+        more of this rank's own, beside what the snapshot has. `later`: see `copy_now`.
 
         Returns at once unless staging is eager; False if the save was skipped because both slots
         are in use.
@@ -338,7 +339,7 @@ class CheckpointManager:
         windows = None if whole else self._model_windows
         patience_s = None if outputs else self._states.patience_s()
         self._stager.start(
-            identity, tensors, messages.window, messages.drop, windows, patience_s=patience_s
+            identity, tensors, messages.window, messages.drop, windows, patience_s, later
         )
         if self._tuner.next() == "eager":
             self._stager.await_copies()
@@ -421,19 +422,18 @@ class CheckpointManager:
         else:
             log.warning("%s of step %d is %g: no score", self.config.best_metric, step, value)
 
+    def copy_now(self) -> None:
+        """The cores have time for the copies of a save that was told to make them `later`."""
+        self._stager.make_due()
+
     def before_update(self) -> float:
-        """To be called before weights change; returns when the last save's copies are made, with
-        the seconds that took.
-        """
+        """Before weights change: until the last save's copies are made. Seconds waited."""
         waited = self._stager.await_copies()
         self._tuner.updated()
         return waited
 
     def poll(self) -> list[Report]:
-        """What has become known since the last call:
-
-        Committed, Retained, SaveFailed and Exported reports.
-        """
+        """Committed, Retained, SaveFailed and Exported reports since the last call."""
         with self._changed:
             news, self._news = self._news, []
         return news

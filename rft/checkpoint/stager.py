@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 BUSY = "both slots were still being written"
+# at most, from a save to its copies, where a rank has more to do at once than to compute
+LATE_S = 0.05
 LEAST_PARTS = 1.3  # of `trainer.checkpoint.memory`
 PAGE = 2**21  # slots are made of whole ones
 RELEASE_S = 0.5  # for an agent that is not busy to give a slot back that was released
@@ -240,9 +242,11 @@ def windows_of(
 class StagedCopy:
     """One save being staged.
 
-    `issued`: the device knows of all copies; `done`: the bytes are in the slots.
+    `due`: nobody else has the cores first; `issued`: the device knows of all copies; `done`: the
+    bytes are in the slots.
     """
 
+    due: threading.Event = field(default_factory=threading.Event)
     issued: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     seconds: float = 0.0
@@ -281,14 +285,18 @@ class Stager:
         give_up: Callable[[str, str], None],
         windows: list[tuple[int, int, list[int]]] | None = None,
         patience_s: float | None = None,
+        later: bool = False,
     ) -> StagedCopy:
         """Begin to copy; returns at once.
 
         `give_up(identity, why)` is called when this save cannot be staged. `windows`: of a save of
-        fewer regions than all. `patience_s`: it is given up where no slot is free by then.
+        fewer regions than all. `patience_s`: it is given up where no slot is free by then. `later`:
+        not before `make_due`, or somebody waits for it, or LATE_S.
         """
         self.copier.begin()
         self.current = StagedCopy()
+        if not later:
+            self.make_due()
         windows = windows or self.windows
         self._saves.put((self.current, identity, tensors, send, give_up, windows, patience_s))
         return self.current
@@ -296,6 +304,10 @@ class Stager:
     def close(self) -> None:
         """Nothing more is begun."""
         self._saves.put(None)
+
+    def make_due(self) -> None:
+        """Whoever had the cores first is done."""
+        self.current.due.set()
 
     def await_copies(self) -> float:
         """Until the weights may change; seconds waited. On a GPU it is the device that waits."""
@@ -314,6 +326,7 @@ class Stager:
         """Raises TimeoutError: the copying thread waits for no agent longer than `deadline_s`, so
         it is the copy that hangs.
         """
+        self.make_due()
         if not event.wait(2 * self.deadline_s):
             raise TimeoutError(
                 "thread checkpoint-copy has not copied the last save within "
@@ -337,6 +350,7 @@ class Stager:
         windows: list[tuple[int, int, list[int]]],
         patience_s: float | None,
     ) -> None:
+        copying.due.wait(LATE_S)
         before = time.monotonic()
         slot: Slot | None = None
         try:

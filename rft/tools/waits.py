@@ -129,6 +129,8 @@ checkpoint/stager.py
 SlotPool.lease | a slot of staging memory | `staging_patience_s` | that save is given up
 SlotPool.is_free | a slot that was released just now | `RELEASE_S` | False: the caller's choice
 Stager._serve | the next save | none: a thread of its own | -
+Stager._stage | the thread that reads the next step's rows | `LATE_S`, or somebody waits for the \
+copies | they are made
 Stager._await | the copy from the device | twice `deadline_s` | the rank fails: its device hangs
 checkpoint/uploads.py
 Upload._again | a store that is away, beyond the client library's own tries | `PATIENCE_S`, asked \

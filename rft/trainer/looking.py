@@ -41,12 +41,14 @@ class ReadAhead(Generic[T]):
     def __init__(self, source: ShowsNext, prepare: Callable[[Batch], T]):
         self.source = source
         self.prepare = prepare
+        self.over: Callable[[], None] = lambda: None  # told, in that thread, behind each look
         self._thread = ThreadPoolExecutor(1, "read ahead")
         self._looking: Future[tuple[Batch, T] | None] | None = None
 
     def begin(self, step: int) -> None:
         self.source.begin_look(step)
         self._looking = self._thread.submit(self._look)
+        self._looking.add_done_callback(lambda _: self.over())
 
     def end(self) -> Callable[[Batch], T | None]:
         """Wait no longer for what is not there. Returns what tells of a batch what was made of it,

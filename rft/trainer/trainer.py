@@ -78,6 +78,8 @@ class Trainer:
 
     def fit(self, step: int) -> int:
         """Train from policy version `step` on; returns the version reached."""
+        if self.feed.ahead is not None:
+            self.feed.ahead.over = self.checkpoints.copy_now
         self._publish(step)
         self._save(step, due=False)
         self.publisher.wait()
@@ -196,6 +198,7 @@ class Trainer:
                 version=version,
                 memory=memory,
                 local=local,
+                later=self.feed.ahead is not None,  # its thread comes first: `copy_now`
             )
         if full and is_begun:
             self.save_times.begun(step, self.checkpoints.newest or 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from states import PATIENCE, Hand, State, managed, plain, save, trainer_config, until
+from states import PATIENCE, Hand, OneRank, State, managed, plain, save, trainer_config, until
 
 from rft.checkpoint import fence, sharding
 from rft.checkpoint.manager import CheckpointManager
@@ -223,6 +223,27 @@ def test_nobody_waits_for_an_agent_that_has_been_silent_for_long_enough() -> Non
     slots.give_back(0)
     assert slots.lease(1e6) is slot
     slot.close()
+
+
+def test_copies_that_may_come_later_come_when_they_are_told_or_waited_for(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rft.checkpoint.stager.LATE_S", 9 * PATIENCE)
+    state = plain(count=1)
+    manager = CheckpointManager(memory_path / "c", OneRank(), trainer_config())
+    manager.start(state)
+    for step, go_on in ((1, manager.copy_now), (2, manager.before_update)):
+        manager.save(step, state.fill(step), {"seen": step}, later=True)
+        copying = manager._stager.current
+        assert not copying.done.wait(0.1), "nobody has said so"
+        within(PATIENCE, go_on)
+        assert copying.done.wait(PATIENCE)
+        manager.wait(step)
+    manager.save(3, state.fill(3), {"seen": 3}, later=True)
+    manager.close()
+    again = CheckpointManager(memory_path / "c", OneRank(), trainer_config(), epoch=2)
+    loop = again.load(plain(count=1))
+    assert loop is not None and loop["seen"] == 3
 
 
 class Hanging(HostCopier):

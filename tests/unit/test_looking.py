@@ -129,6 +129,18 @@ class Rows(StatelessSource):
         return Shown()._batch(step)
 
 
+@pytest.mark.parametrize("error", [None, OSError("gone")])
+def test_the_end_of_each_look_is_told_whatever_came_of_it(error: Exception | None) -> None:
+    told: list[int] = []
+    feed = Feed(Shown(error=error), Alone(), RECIPE, 30, 1, Cost())
+    assert feed.ahead is not None
+    feed.ahead.over = lambda: told.append(1)
+    for step in range(2):
+        feed.next(step, stopping=False)
+    feed.close()
+    assert len(told) == 2
+
+
 @pytest.mark.parametrize(
     ("source", "judged"),
     [(Shown(), 4), (Shown(other=2), 5), (Shown(error=OSError("gone")), 3), (Rows(), 4)],

@@ -32,6 +32,7 @@ class Parts:
         evaluated: int | None = None,
         by_saves: bool = False,
         exports: str = "never",
+        ahead: Any = None,
     ) -> None:
         self.exports = exports
         self.check: Callable[[int], None] | None = None
@@ -45,6 +46,7 @@ class Parts:
             score=self.score, train_step=self.train_step, vitals=lambda: {"step": 0}
         )
         self.feed = SimpleNamespace(
+            ahead=ahead,
             next=lambda step, stopping: StepInput([], {}, []),
             consumed=lambda step: note(f"consumed {step}"),
             mark=lambda: 0,
@@ -64,6 +66,7 @@ class Parts:
             requested=None,
             remembered=None,
             save=self.save,
+            copy_now=lambda: note("copy now"),
             before_update=lambda: note("copied"),
             poll=self.poll,
             wait=lambda step: None,
@@ -97,9 +100,10 @@ class Parts:
         version: bool,
         memory: bool,
         local: dict[str, bytes],
+        later: bool,
     ) -> bool:
         kinds = [*["full"] * full, *["weights"] * weights, *["version"] * version]
-        kinds += ["memory"] * memory
+        kinds += ["memory"] * memory + ["later"] * later
         self.note(" ".join(["save", str(step), *kinds]))
         self.checkpoints.requested = step if full else self.checkpoints.requested
         self.checkpoints.remembered = step if full or memory else self.checkpoints.remembered
@@ -204,6 +208,15 @@ def test_a_deterministic_run_evaluates_the_version_it_has_published() -> None:
         "published",
         "evaluate 2",
     ]
+
+
+def test_a_thread_that_reads_ahead_comes_before_the_copies_of_a_save() -> None:
+    """Three that want two cores: who holds the interpreter's lock would wait for one with it."""
+    ahead = SimpleNamespace(over=None)
+    parts = Parts(ahead=ahead)
+    assert "save 2 full later" in trained(parts)
+    ahead.over()
+    assert parts.events[-1] == "copy now"
 
 
 def publications(events: list[str]) -> list[int]:
