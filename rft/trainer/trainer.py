@@ -198,7 +198,8 @@ class Trainer:
                 version=version,
                 memory=memory,
                 local=local,
-                later=self.feed.ahead is not None,  # its thread comes first: `copy_now`
+                # its thread comes first (`copy_now`), but engines wait for weights
+                later=self.feed.ahead is not None and not weights,
             )
         if full and is_begun:
             self.save_times.begun(step, self.checkpoints.newest or 0)

@@ -217,6 +217,8 @@ def test_a_thread_that_reads_ahead_comes_before_the_copies_of_a_save() -> None:
     assert "save 2 full later" in trained(parts)
     ahead.over()
     assert parts.events[-1] == "copy now"
+    waiting = trained(Parts(ahead=ahead, by_saves=True))
+    assert "save 2 full weights" in waiting, "engines wait for these"
 
 
 def publications(events: list[str]) -> list[int]:
