@@ -305,17 +305,12 @@ class Nodes:
             }
             self.lose(case.gone)
             before = self.rows_before
-            began, at = time.monotonic(), found.told
+            began = time.monotonic()
             if not case.goes_on:
                 for one in self.left:
                     self.await_that(lambda one=one: self.has_ended(one), "the others end")
-                at = 0
                 self.again()
-            # a cut may have been mended before anybody noticed
-            self.await_that(
-                lambda: self.is_back() or (case.what == CUT and self.told() > at),
-                "a step is told again",
-            )
+            self.await_that(self.is_back, "a step is told again")
             found.seconds = time.monotonic() - began
             self.await_that(self.is_over, "the run ends")
             codes = {one: self.runs[one].returncode for one in self.left}
@@ -347,9 +342,11 @@ class Nodes:
         return max(self.told_in(self.log_of(one)) for one in self.left)
 
     def is_back(self) -> bool:
-        """Whether a step is told behind what the run says it goes on from: one more may have been
-        told in the moment of the loss.
+        """Whether a step is told behind what the run says it goes on from, for one more may have
+        been told in the moment of the loss; a cut may be mended before anybody has noticed.
         """
+        if self.case.what == CUT and self.told() > self.found.told:
+            return True
         texts = (self.log_of(one).read_text() for one in self.left)
         return any(
             (line := AGAIN_TOLD.search(text)) and TOLD.search(text, line.end()) for text in texts
