@@ -290,19 +290,18 @@ class Committer:
         ).sealed()
 
     def _base_of(self, receipts: list[Receipt], draft: PendingCommit) -> tuple[int, str] | None:
-        """The save that patches are made from: one, and it is there."""
+        """The newest of the saves that patches are made from; each is there. Ranks choose theirs by
+        themselves, the one before or their last full one: of the one before, every rank's last full
+        one is a base, or a base's.
+        """
         bases = {receipt.patch.base for receipt in receipts if receipt.patch}
-        if not bases:
-            return None
-        if len(bases) > 1:
-            raise CommitError(f"{draft.output.draft}: ranks have patched versions {sorted(bases)}")
-        (base,) = bases
-        if find_save(self.storage, draft.output.collection, base) is None:
-            raise CommitError(
-                f"{draft.output.draft} is a patch of version {base[0]}, which was not committed or "
-                "is gone"
-            )
-        return base
+        for base in sorted(bases):
+            if find_save(self.storage, draft.output.collection, base) is None:
+                raise CommitError(
+                    f"{draft.output.draft} is a patch of version {base[0]}, which was not "
+                    "committed or is gone"
+                )
+        return max(bases, default=None)
 
     def _point(self, collection: str, name: str, manifest: Manifest) -> None:
         """Move the hint, only ever forward."""

@@ -53,6 +53,7 @@ from rft.checkpoint.stager import (
 )
 from rft.checkpoint.storage import VERSIONS, WEIGHTS, open_storage
 from rft.config import TrainerConfig
+from rft.config.layout import BASES
 from rft.ground import host_memory, process
 from rft.ground.device import Device, choose
 from rft.ground.protocols import Collective, Snapshotable
@@ -203,7 +204,7 @@ class CheckpointManager:
         free = host_memory.available()  # asked before any rank can have taken its memory
         self._plan = self._agree([claim_of(piece) for piece in policy.snapshot().pieces])
         regions, total = self._plan.whole.regions, self._plan.whole.bytes
-        kept = self._plan.weights.bytes if self.config.versions != "none" else 0
+        kept = BASES * self._plan.weights.bytes if self.config.versions != "none" else 0
         room = Room(regions, free, kept)
         size = room.slot_size(
             self.config, self._states.slot_bytes, self.trainer.memory_interval > 0

@@ -116,7 +116,8 @@ class SealedDirectory:
             and patch.width in ITEM_BYTES.values()
             and receipt.bytes % patch.width == 0
             and patch.base[0] < receipt.step
-            and patch.base == self.manifest.base
+            and self.manifest.base is not None
+            and patch.base <= self.manifest.base
         )
 
 

@@ -97,8 +97,8 @@ class Receipt(FileReceipt, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The mark of a complete checkpoint.
 
-    `receipts`: sha256 of each receipt; `stored`: bytes of the files, where they hold a patch from
-    the save `base`; `seal`: sha256 of everything else here.
+    `receipts`: sha256 of each receipt; `stored`: bytes of the files, where they hold patches, of
+    which the save `base` is the newest base; `seal`: sha256 of everything else here.
     """
 
     format: int

@@ -18,6 +18,7 @@ from rft.ground.names import DTYPES, ITEM_BYTES, Dims, architecture_of, hf_names
 
 MOST_RANK = 512  # of an adapter in vLLM
 MOST_KEPT = 8  # versions of the adapter in an engine
+BASES = 2  # versions that an agent holds to make the next from: the last, and the last full one
 HELD = 2  # versions in the object store at most: the one that engines have, and the next
 TOKEN = 8  # bytes that an experience has of a token: its id and log-probability
 

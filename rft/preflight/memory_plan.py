@@ -28,7 +28,7 @@ from typing import Any
 
 from rft.algorithm import recipe
 from rft.config import Config
-from rft.config.layout import HELD, lora_of, stored_bytes
+from rft.config.layout import BASES, HELD, lora_of, stored_bytes
 from rft.ground.adapters import Lora, adapter_names
 from rft.ground.device import tile_columns
 from rft.ground.names import (
@@ -76,7 +76,7 @@ class MemoryPlan:
     engine_cache: int  # on a CPU
     received: int  # weights that wait in host memory until they are installed
     served: int  # by all ranks together: what engines got last, from which changes are told
-    kept: int  # by all agents together: the version that they wrote last, the same
+    kept: int  # a version that all agents together keep: the weights
 
     @property
     def engine(self) -> int:
@@ -279,7 +279,7 @@ def on_host(config: Config, wanted: MemoryPlan, on_cpu: bool) -> dict[str, int]:
     parts = {
         PROCESSES: processes(ranks, engines, ranks * config.trainer.spares),
         "staging of checkpoints": ranks * wanted.staging,
-        "the last version kept": wanted.kept if ranks else 0,
+        "versions that the next is made from": BASES * wanted.kept if ranks else 0,
         "weights that engines have": wanted.served if ranks else 0,
         "weights that engines receive": receivers * rollout.tensor_parallel_size * wanted.received,
         # each engine hands one version to its workers, in a file in memory

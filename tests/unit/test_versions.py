@@ -30,14 +30,16 @@ from rft.checkpoint.records import (
     CheckpointSettings,
     NotKept,
     Output,
+    Receipt,
     Report,
     Retention,
     SaveFailed,
+    decode_json,
 )
 from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import VERSIONS, Disk, LocalStorage, open_storage
 from rft.checkpoint.versions import VersionKeeper
-from rft.checkpoint.writer import Writer
+from rft.checkpoint.writer import Writer, receipt_name
 from rft.ground.experience import Experience, VersionSpan, encode
 from rft.sync.stored_versions import Saved, SavedVersions, find
 from rft.tools import ckpt
@@ -174,8 +176,9 @@ def smaller(chunk: int, reach: float) -> Iterator[None]:
 def test_what_is_kept_is_what_was_published(
     tmp_path_factory, seed, world, rows, dtype, densities, reach, faults
 ):
-    """Random edits, ranks whose disk is full now and then, chains of any length; every version is
-    there bit by bit, or is none, for every rank.
+    """Random edits, more of them at some ranks than at others, ranks whose disk is full now and
+    then, chains of any length; every version is there bit by bit, or is none, for every rank; also
+    when all is gone that it is not made of.
     """
     random = np.random.default_rng(seed)
     with smaller(4096, reach):
@@ -183,9 +186,9 @@ def test_what_is_kept_is_what_was_published(
         kind = f"u{WIDTHS[dtype]}"
         whole = np.frombuffer(random.bytes(world * rows * 64 * WIDTHS[dtype]), kind).copy()
         whole = whole.reshape(world * rows, 64)
-        published = {}
+        published, few = {}, np.repeat(random.choice((1.0, 0.3), world), rows)[:, None]
         for step, density in enumerate(densities, 1):
-            where = random.random(whole.shape) < density
+            where = random.random(whole.shape) < density * few
             whole[where] += random.integers(1, 4, int(where.sum())).astype(kind)
             published[step] = whole.copy()
             full = {rank for at, rank in faults if at == step and rank < world}
@@ -201,25 +204,72 @@ def test_what_is_kept_is_what_was_published(
         if not hurt:
             assert set(kept) == set(published)
         assert not [name for name in ranks.storage.list(VERSIONS) if ".tmp-" in name]
+        if kept:
+            one = random.choice(sorted(kept))
+            entries = catalog.list_entries(ranks.storage, VERSIONS)
+            needed = catalog.with_bases([e for e in entries if e.path == kept[one]], entries)
+            for path in set(kept.values()) - needed:
+                ranks.storage.remove(path)
+            assert np.array_equal(ranks.read(kept[one]), published[one])
 
 
-def test_few_changes_cost_few_bytes_and_a_chain_ends(tmp_path):
-    """By what lies on disk; the same keeper writes a version in full when its chain is long."""
+@pytest.mark.parametrize("again", [False, True], ids=["any-elements", "the-same-ones"])
+def test_few_changes_cost_few_bytes_and_a_chain_ends(tmp_path, again):
+    """By what lies on disk: a version is made from the one before, then from the last full one, and
+    is full where too much is another than there; one that differs from that one by few elements
+    never is.
+    """
     random, ranks = np.random.default_rng(0), Ranks(tmp_path / "checkpoints", 1, 8192)
     whole = np.frombuffer(random.bytes(8192 * 64 * 2), "u2").copy().reshape(8192, 64)
-    sizes = []
+    movable, published = random.random(whole.shape) < 0.02, {}
+    (keeper,) = ranks.keepers
+    bases, sizes = [], []
     for step in range(1, 31):
         where = random.random(whole.shape) < 0.01
+        if again:
+            where = movable & (random.random(whole.shape) < 0.5)
         whole[where] += 1
+        published[step] = whole.copy()
         ranks.publish(step, [whole])
         ranks.settle()
-        sizes.append(catalog.read_manifest(ranks.storage, ranks.kept[step]).size)
-    full = [step for step, size in enumerate(sizes, 1) if size == whole.nbytes]
-    patches = [size for size in sizes if size < whole.nbytes]
-    first = 2 + int(versions.REACH / (0.01 + versions.LINK))
-    assert full[:2] == [1, first] and len(full) == -(-30 // (first - 1))
-    assert max(patches) < 3 * 0.01 * whole.size
-    assert np.array_equal(ranks.read(ranks.kept[30]), whole)
+        manifest = catalog.read_manifest(ranks.storage, ranks.kept[step])
+        bases.append(manifest.base[0] if manifest.base else 0)
+        sizes.append(manifest.size)
+        reach = keeper.told.sum() / whole.size + versions.LINK * keeper.links
+        assert reach < 1.02 * versions.REACH, "as far as the next step can be told"
+    full = [step for step, base in enumerate(bases, 1) if not base]
+    assert [sizes[step - 1] for step in full] == [whole.nbytes] * len(full)
+    assert bases[:5] == [0, 1, 2, 3, 1], "a chain, and then what changed since the full one"
+    assert full == ([1] if again else [1, 6, 11, 16, 21, 26])
+    assert max(size for size in sizes if size < whole.nbytes) < 3 * 0.045 * whole.size
+    for step in (5, 13, 30):
+        assert np.array_equal(ranks.read(ranks.kept[step]), published[step])
+
+
+def test_ranks_choose_by_themselves_what_a_version_is_made_from(tmp_path):
+    """One whose weights change more than the other's: versions name the newest base, and what is
+    kept keeps the others.
+    """
+    random, ranks = np.random.default_rng(0), Ranks(tmp_path / "checkpoints", 2, 2048)
+    whole = np.frombuffer(random.bytes(4096 * 64 * 2), "u2").copy().reshape(4096, 64)
+    of_ranks = []
+    for step in range(1, 21):
+        share = np.repeat((0.01, 0.004), 2048)[:, None]
+        whole[random.random(whole.shape) < share] += 1
+        ranks.publish(step, np.split(whole, 2))
+        ranks.settle()
+        path = tmp_path / "checkpoints" / ranks.kept[step]
+        receipts = [decode_json((path / receipt_name(n)).read_bytes(), Receipt) for n in (0, 1)]
+        of_ranks.append([one.patch.base[0] if one.patch else 0 for one in receipts])
+        base = catalog.read_manifest(ranks.storage, ranks.kept[step]).base
+        assert (base[0] if base else 0) == max(of_ranks[-1])
+    assert [1, 4] in of_ranks, "from the full one at one rank, from the one before at the other"
+    assert any(0 in each and max(each) for each in of_ranks), "a full one of one rank alone"
+    entries = catalog.list_entries(ranks.storage, VERSIONS)
+    for one in expired(entries, Retention(last=1)):
+        ranks.storage.remove(one.path)
+    assert len(ranks.kept) < 20
+    assert np.array_equal(ranks.read(ranks.kept[20]), whole)
 
 
 @pytest.mark.parametrize("each", [2, 1], ids=["elements", "bytes"])
