@@ -213,22 +213,28 @@ def test_what_is_kept_is_what_was_published(
             assert np.array_equal(ranks.read(kept[one]), published[one])
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["any-elements", "the-same-ones"])
-def test_few_changes_cost_few_bytes_and_a_chain_ends(tmp_path, again):
+@pytest.mark.parametrize(
+    ("share", "of", "first", "each"),
+    [
+        (0.01, 1.0, [0, 1, 2, 3, 1], 5),
+        (0.0165, 1.0, [0, 1, 2], 3),
+        (0.01, 0.02, [0, 1, 2, 3, 1], 30),
+    ],
+    ids=["any-elements", "more", "the-same-ones"],
+)
+def test_few_changes_cost_few_bytes_and_a_chain_ends(tmp_path, share, of, first, each):
     """By what lies on disk: a version is made from the one before, then from the last full one, and
-    is full where too much is another than there; one that differs from that one by few elements
-    never is.
+    is full where too much will be another than there; where few elements move, and so few ever
+    differ, only the first is. `share`: of all elements, moves in a step; `of`: can move at all;
+    `first`: bases until the next full one, 0: none; `each`: so many versions have one.
     """
     random, ranks = np.random.default_rng(0), Ranks(tmp_path / "checkpoints", 1, 8192)
     whole = np.frombuffer(random.bytes(8192 * 64 * 2), "u2").copy().reshape(8192, 64)
-    movable, published = random.random(whole.shape) < 0.02, {}
+    movable, published = random.random(whole.shape) < of, {}
     (keeper,) = ranks.keepers
     bases, sizes = [], []
     for step in range(1, 31):
-        where = random.random(whole.shape) < 0.01
-        if again:
-            where = movable & (random.random(whole.shape) < 0.5)
-        whole[where] += 1
+        whole[movable & (random.random(whole.shape) < share / of)] += 1
         published[step] = whole.copy()
         ranks.publish(step, [whole])
         ranks.settle()
@@ -239,8 +245,7 @@ def test_few_changes_cost_few_bytes_and_a_chain_ends(tmp_path, again):
         assert reach < 1.02 * versions.REACH, "as far as the next step can be told"
     full = [step for step, base in enumerate(bases, 1) if not base]
     assert [sizes[step - 1] for step in full] == [whole.nbytes] * len(full)
-    assert bases[:5] == [0, 1, 2, 3, 1], "a chain, and then what changed since the full one"
-    assert full == ([1] if again else [1, 6, 11, 16, 21, 26])
+    assert bases[: len(first)] == first and full == list(range(1, 31, each))
     assert max(size for size in sizes if size < whole.nbytes) < 3 * 0.045 * whole.size
     for step in (5, 13, 30):
         assert np.array_equal(ranks.read(ranks.kept[step]), published[step])
