@@ -30,7 +30,7 @@ from rft.ground.delta import Encoder
 from rft.ground.names import ITEM_BYTES
 
 # Of a chain, told elements in parts of all: to apply so many takes as long as to read all once.
-REACH = 1 / 19
+REACH = 1 / 21
 LINK = 1 / 180  # what another version of a chain costs beside its elements, in the same measure
 
 
@@ -46,13 +46,13 @@ class VersionKeeper:
 
     def __init__(self) -> None:
         self.bits = self._other = np.empty(0, np.uint8)
-        self.base: tuple[int, str] | None = None  # whose bits these are
-        self.layout = ""  # of that
+        self.newest: Held | None = None  # whose bits these are
         self.full: Held | None = None
-        self.told = np.empty(0)  # elements since a chunk was stored as it is
-        self.links = 0  # of the chain that ends with these bits
+        self.layout = ""  # of both
+        # of the chain that ends with the newest: elements told since a chunk was stored as it is
+        self.told, self.links = np.empty(0), 0
         # in parts of all elements: what the last step has changed, as much as the next will, and
-        # at most so many of these bits are not those of the full one
+        # how many differ at most between the two
         self.last = self.apart = 0.0
         self._is_lost = threading.Event()
 
@@ -64,12 +64,12 @@ class VersionKeeper:
         """What the next version is stored as changes of; None: it is stored in full."""
         if self._is_lost.is_set():
             self._is_lost.clear()
-            self.base = None
-        if self.base is None or self.layout != output.layout:
+            self.newest = None
+        if self.newest is None or self.layout != output.layout:
             return None
         more = self.last + LINK
         if float(self.told.sum()) / elements_of(output) + LINK * self.links + more <= REACH:
-            return Held(self.base, self.bits)
+            return self.newest
         return self.full if self.apart + more <= REACH else None
 
     def begin(self, output: Output) -> None:
@@ -78,7 +78,7 @@ class VersionKeeper:
             self.bits, self._other = self._other, self.bits
         if len(self.bits) != output.bytes:
             self.bits = np.empty(output.bytes, np.uint8)
-        self.base = None
+        self.newest = None
 
     def stream(self, output: Output, create: Callable[[int], Sink]) -> "VersionStream":
         return VersionStream(output, self, create)
@@ -95,12 +95,12 @@ class VersionKeeper:
         `told`: the elements that differ from the base's, as far as they were counted; `is_whole`:
         it is stored as it is.
         """
-        self.base, self.layout = name, output.layout
+        self.newest, self.layout = Held(name, self.bits), output.layout
         changed = float(told.sum()) / elements_of(output)
         if base is None:
-            self.full = Held(name, self.bits)
+            self.full = self.newest
             before, self.links, self.last, self.apart = 0, 0, 0.0, 0.0
-        elif self.links and self.full is not None and base.name == self.full.name:
+        elif base is self.full and self.links:
             before, self.links, self.apart = 0, 1, changed
         else:
             before, self.links = self.told, self.links + 1

@@ -259,7 +259,7 @@ def test_ranks_choose_by_themselves_what_a_version_is_made_from(tmp_path):
     whole = np.frombuffer(random.bytes(4096 * 64 * 2), "u2").copy().reshape(4096, 64)
     of_ranks = []
     for step in range(1, 21):
-        share = np.repeat((0.01, 0.004), 2048)[:, None]
+        share = np.repeat((0.01, 0.003), 2048)[:, None]
         whole[random.random(whole.shape) < share] += 1
         ranks.publish(step, np.split(whole, 2))
         ranks.settle()
