@@ -9,9 +9,9 @@ the drift that real gradients have. Each version is saved by the product's manag
 read as an engine reads it (`SavedWeights`: manifest, receipts, every chunk against its hash), from
 the page cache, single-threaded. `bytes_per_changed`: of the patches, over the elements that are not
 those of the version which each is made from; `with_full`: all on disk, but for the first, over the
-elements that each step has changed. `rebuild`: a version's reading over that of the full one that it
-begins from, which is read before and after it, in every third chain; the bar is on the worst of the
-medians by how many versions behind the full one it comes. Out: a table, and one last line of JSON.
+elements that each step has changed. `rebuild`: a version's reading over that of the full one before
+it, which is read before and after it, in every third chain; the bar is on the worst of the medians
+by how many versions behind the full one it comes. Out: a table, and one last line of JSON.
 """
 
 import argparse

@@ -324,7 +324,7 @@ def test_a_changed_byte_anywhere_gives_the_right_bits_or_none(tmp_path):
     whole = np.frombuffer(random.bytes(80 * 64 * 2), "u2").copy().reshape(80, 64)
     published = {}
     for step in (1, 2, 3, 4):
-        whole[random.random(whole.shape) < 0.01] += 1
+        whole[random.random(whole.shape) < 0.005] += 1
         published[step] = whole.copy()
         ranks.publish(step, np.split(whole, 2))
         ranks.settle()
