@@ -34,7 +34,7 @@ REACH = 1 / 21
 LINK = 1 / 180  # what another version of a chain costs beside its elements, in the same measure
 
 
-class Held(NamedTuple):
+class HeldVersion(NamedTuple):
     """A version that another may be made from."""
 
     name: tuple[int, str]
@@ -46,8 +46,8 @@ class VersionKeeper:
 
     def __init__(self) -> None:
         self.bits = self._other = np.empty(0, np.uint8)
-        self.newest: Held | None = None  # whose bits these are
-        self.full: Held | None = None
+        self.newest: HeldVersion | None = None  # whose bits these are
+        self.full: HeldVersion | None = None
         self.layout = ""  # of both
         # of the chain that ends with the newest: elements told since a chunk was stored as it is
         self.told, self.links = np.empty(0), 0
@@ -60,7 +60,7 @@ class VersionKeeper:
         """By any thread: a version that was written here is not committed."""
         self._is_lost.set()
 
-    def base_of(self, output: Output) -> Held | None:
+    def base_of(self, output: Output) -> HeldVersion | None:
         """What the next version is stored as changes of; None: it is stored in full."""
         if self._is_lost.is_set():
             self._is_lost.clear()
@@ -87,7 +87,7 @@ class VersionKeeper:
         self,
         name: tuple[int, str],
         output: Output,
-        base: Held | None,
+        base: HeldVersion | None,
         told: np.ndarray,
         is_whole: np.ndarray,
     ) -> None:
@@ -95,7 +95,7 @@ class VersionKeeper:
         `told`: the elements that differ from the base's, as far as they were counted; `is_whole`:
         it is stored as it is.
         """
-        self.newest, self.layout = Held(name, self.bits), output.layout
+        self.newest, self.layout = HeldVersion(name, self.bits), output.layout
         changed = float(told.sum()) / elements_of(output)
         if base is None:
             self.full = self.newest
