@@ -290,9 +290,9 @@ class Committer:
         ).sealed()
 
     def _base_of(self, receipts: list[Receipt], draft: PendingCommit) -> tuple[int, str] | None:
-        """The newest of the saves that patches are made from; each is there. Ranks choose theirs by
-        themselves, the one before or their last full one: of the one before, every rank's last full
-        one is a base, or a base's.
+        """The newest of the saves that patches are made from; each is there. Ranks choose by
+        themselves, the one before or their last full one. Who keeps a version with the newest, and
+        that with its own in turn, keeps all: none of these lies before any rank's last full one.
         """
         bases = {receipt.patch.base for receipt in receipts if receipt.patch}
         for base in sorted(bases):

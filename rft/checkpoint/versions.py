@@ -45,8 +45,9 @@ class VersionKeeper:
     """What an agent holds of the version that it wrote last, and of the last full one."""
 
     def __init__(self) -> None:
+        # where bits of the next version go, and what the full one has or nobody needs
         self.bits = self._other = np.empty(0, np.uint8)
-        self.newest: HeldVersion | None = None  # whose bits these are
+        self.newest: HeldVersion | None = None
         self.full: HeldVersion | None = None
         self.layout = ""  # of both
         # of the chain that ends with the newest: elements told since a chunk was stored as it is
