@@ -120,6 +120,9 @@ class GenerateRequest(Record, kw_only=True):
     # besides the model's own end of sequence; the one that was met is in the response
     stop_token_ids: list[int] = []
     stop: list[str] = []  # texts that end a response; the one that was met is in it
+    # number of its group: where requests wait for a place, or not all have room, older groups come
+    # first; None: of no group, as young as the newest
+    group: int | None = None
 
 
 class RoutedExperts(Record, kw_only=True):

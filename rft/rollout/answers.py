@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import xxhash
 
 from rft.buffer.calls import CallBatcher
@@ -99,6 +100,7 @@ class GroupAnswers:
         here = self.kept.pop(name, {})
         self.keeper.again += len(here)
         at = OpenRequest(name, here, set(here))
+        request = msgspec.structs.replace(request, group=self.group)
         self._under_way.add(at)
         try:
             with self.keeper.asking(ahead):

@@ -220,6 +220,8 @@ class RolloutEngine(EngineRoutes):
             "seed": self.seed,
             # of the distribution sampled from: after temperature, top-k, top-p
             "logprobs_mode": "processed_logprobs",
+            # the next turn of an older group is not behind all first ones of younger groups
+            "scheduling_policy": "priority",
             "enable_prefix_caching": self.rollout.enable_prefix_caching,
             "disable_log_stats": True,
             "weight_transfer_config": {"backend": WEIGHT_BACKEND},
@@ -308,7 +310,9 @@ class RolloutEngine(EngineRoutes):
         lora = served.request() if served else None
         self._served[asked.request_id] = served
         try:
-            async for made in llm.generate(prompt, params, asked.request_id, lora_request=lora):
+            async for made in llm.generate(
+                prompt, params, asked.request_id, lora_request=lora, priority=asked.group or 0
+            ):
                 output = made
         finally:
             del self._served[asked.request_id]

@@ -135,6 +135,7 @@ class EnginePool:
         self.is_fixed = bool(engines)
         self.requeued = 0  # requests that ran again on another engine
         self.deaths = 0
+        self._newest = 0  # group that asked for anything
         self._leaving: set[str] = set()  # they finish what they have
         self._under_way: dict[str, PooledRequest] = {}  # by request id
         self._slots: WeakSet[ResizableSemaphore] = WeakSet()
@@ -268,6 +269,9 @@ class EnginePool:
         Of fixed engines it raises EngineUnavailable, naming the engine, when that died or refuses.
         """
         here = {} if here is None else here
+        group = self._newest if request.group is None else request.group
+        self._newest = max(self._newest, group)
+        request = msgspec.structs.replace(request, group=group)
         parts = missing(request, here)
         if len(parts) == 1:
             await self._complete(parts[0], here)

@@ -96,6 +96,21 @@ def test_a_prompt_without_room_is_not_asked(engine: Any) -> None:
     assert len(last.tokens) == 1
 
 
+def test_an_older_group_has_a_place_first(first_weights: Any) -> None:
+    """Of requests that wait for one, whichever came first."""
+
+    def asked(group: int, n: int, length: int) -> Any:
+        sampling = Sampling(max_tokens=length, min_tokens=length)
+        request = GenerateRequest(
+            request_id=f"of {group}", prompt=PROMPT, n=n, sampling=sampling, group=group
+        )
+        return first_weights.generate.remote(encode(request))
+
+    full, young, old = asked(0, 256, 40), asked(9, 200, 20), asked(2, 200, 20)
+    assert ray.wait([young, old], timeout=120)[0] == [old]
+    assert len(answer(young)) == 200 and len(answer(full)) == 256
+
+
 def test_abort_returns_what_there_is(first_weights: Any) -> None:
     request = GenerateRequest(
         request_id="doomed", prompt=PROMPT, n=2, sampling=Sampling(max_tokens=900, min_tokens=900)

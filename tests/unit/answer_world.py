@@ -117,6 +117,7 @@ class Engine:
 
     async def generate(self, request: bytes) -> bytes:
         asked = decode(request, GenerateRequest)
+        self.world.asked_by.add(asked.group)
         made = [self._sample(asked, asked.first + n) for n in range(asked.n)]
         self.world.answered += [TOKENIZER.decode(one.ids[:-1]) for one in made]
         return encode(made)
@@ -177,6 +178,7 @@ class World:
         self.words, self.version = itertools.count(100), 0
         self.heard: list[str] = []
         self.answered: list[str] = []
+        self.asked_by: set[int | None] = set()
         self.stored: dict[int, list[Experience]] = {}
         World.now = self
 

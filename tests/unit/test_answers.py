@@ -44,6 +44,7 @@ def test_killed_at_every_point_no_turn_that_was_heard_is_generated_again(
                 lost = len(world.answered) - len(heard)
                 assert await world.live()
             assert sorted(world.stored) == list(range(TASKS))
+            assert world.asked_by == set(range(TASKS)), "engines know the group of every request"
             text = " ".join(map(said, world.stored.values()))
             assert all(word in text for word in heard), "what was heard is what is learned from"
             assert len(world.answered) - NEEDED <= lost, "only what nobody had heard came again"

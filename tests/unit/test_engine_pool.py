@@ -38,6 +38,7 @@ class Engine:
         self.name = name
         self.handle = ActorHandle(Handle(self))
         self.asked: list[str] = []
+        self.groups: list[int | None] = []
         self.parts: list[tuple[int, int]] = []  # first sample and how many
         self.aborted: list[str] = []
         self.errors: list[Exception] = []
@@ -51,6 +52,7 @@ class Engine:
     async def generate(self, request: bytes) -> bytes:
         asked = decode(request, GenerateRequest)
         self.asked.append(asked.request_id)
+        self.groups.append(asked.group)
         self.parts.append((asked.first, asked.n))
         await self.going_on.wait()
         if self.errors:
@@ -101,9 +103,9 @@ class Members:
             await asyncio.sleep(0)
 
 
-def request(name: str, n: int = 1) -> GenerateRequest:
+def request(name: str, n: int = 1, group: int | None = None) -> GenerateRequest:
     return GenerateRequest(
-        request_id=name, prompt=[1], n=n, sampling=Sampling(), stop_token_ids=[0]
+        request_id=name, prompt=[1], n=n, sampling=Sampling(), stop_token_ids=[0], group=group
     )
 
 
@@ -143,6 +145,19 @@ def test_the_least_busy_engine_is_asked() -> None:
         }
         first.going_on.set()
         assert len(await jobs[0]) == 8
+
+    scenario(test)
+
+
+def test_a_request_of_no_group_is_as_young_as_the_newest() -> None:
+    """As it was without groups: behind what was there, and before what comes."""
+
+    async def test(pool: EnginePool, synchronizer: Members) -> None:
+        engine = Engine("engine_0")
+        await synchronizer.admit(pool, engine)
+        for group in (None, 5, None, 3, None, 7):
+            await pool.generate(request(f"after {len(engine.asked)}", group=group))
+        assert engine.groups == [0, 5, 5, 3, 5, 7]
 
     scenario(test)
 
