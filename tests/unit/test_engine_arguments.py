@@ -95,10 +95,12 @@ def engine(model: Path, kind: str, colocated: bool = False, **rollout: Any) -> R
 def test_what_rft_passes_itself_is_its_own(
     toy: Path, monkeypatch: pytest.MonkeyPatch, colocated: bool
 ) -> None:
-    """But for vLLM's statistics, which it has no use for and no key."""
+    """But for vLLM's statistics, which it has no use for and no key, and the order of requests,
+    which a user may have otherwise.
+    """
     monkeypatch.setattr(engines, "card_bytes", lambda: 80 * GIB)
     passed = engine(toy, "cuda", colocated)._arguments()
-    assert set(passed) - set(OWNED) == {"disable_log_stats"}
+    assert set(passed) - set(OWNED) == {"disable_log_stats", "scheduling_policy"}
     assert passed["distributed_executor_backend"] == "uni"
     assert (
         engine(toy, "cuda", tensor_parallel_size=2)._arguments()["distributed_executor_backend"]
