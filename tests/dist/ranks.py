@@ -12,13 +12,13 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rft.extras.pipeline.data_juicer import free_port
 from rft.ground.process import die_with_parent
 
 SIZE = 32
@@ -38,7 +38,7 @@ class Ranks:
     def run(self, job: str, world: int, **arguments: Any) -> list[Any]:
         if self.server is None:
             self._start()
-        self.jobs.send((job, world, _free_port(), arguments))
+        self.jobs.send((job, world, free_port(), arguments))
         results, failures = [], []
         for rank, connection in enumerate(self.results[:world]):
             if not connection.poll(RESULT_TIMEOUT_S if not failures else 5):
@@ -72,12 +72,6 @@ class Ranks:
             for connection in (self.jobs, *self.results):
                 connection.close()
             self.server = None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _serve(jobs: Connection, results: list[Connection], front: tuple[Path, ...]) -> None:
