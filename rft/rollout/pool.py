@@ -269,9 +269,9 @@ class EnginePool:
         Of fixed engines it raises EngineUnavailable, naming the engine, when that died or refuses.
         """
         here = {} if here is None else here
-        group = self._newest if request.group is None else request.group
-        self._newest = max(self._newest, group)
-        request = msgspec.structs.replace(request, group=group)
+        if request.group is None:
+            request = msgspec.structs.replace(request, group=self._newest)
+        self._newest = max(self._newest, request.group)
         parts = missing(request, here)
         if len(parts) == 1:
             await self._complete(parts[0], here)
