@@ -269,7 +269,8 @@ class TrainerConfig(Section):
         Literal["megatron", "tinker"], "who trains; tinker: a service, docs/tinker.md"
     ] = "megatron"
     num_ranks: Annotated[
-        PosInt | None, "default: the fewest that the sizes of trainer.megatron need"
+        PosInt | None,
+        "default: all GPUs that engines leave; on a CPU the fewest that the layout needs",
     ] = None
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     layouts: Annotated[

@@ -1,5 +1,5 @@
 """The tables of docs/: keys in configure.md, verl.md and trinity.md, features in coverage.md, waits
-in launch.md.
+in architecture.md.
 `python -m rft.tools.docs_tables` rewrites them.
 
 In: the schema (`rft.config.keys`), the tables of rft/config/verl.py and trinity.py, and those of
@@ -258,7 +258,7 @@ def pages() -> dict[Path, str]:
         "verl": verl_table(),
         "trinity": trinity_table(),
         "coverage": coverage_table(),
-        "launch": waits_table(),
+        "architecture": waits_table(),
     }
     paths = {name: DOCS / f"{name}.md" for name in found}
     return {

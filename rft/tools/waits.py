@@ -1,5 +1,5 @@
 """Every wait of the parts of a run for each other: where it is in the code, for whom, how long, and
-what then. `docs/launch.md` shows it.
+what then. `docs/architecture.md` shows it.
 
 In: the table below, by hand. Out: its rows. Invariant: a test finds the waits in all sources of
 rft, and fails where one is not declared here, or one that is declared is gone. What is said of
