@@ -119,6 +119,7 @@ class Agent:
         if not self._is_closed and self._has_any():
             self._now("keeping a state in memory", True)
             self.orphaned_at = None  # from here on it has a deadline of its own
+            self._kept = None  # the next attempt's first version is a full one
             states, lying = list(self._states.values()), list(self._lying.values())
             memory.Resting(self.settings, states, lying, self._replicas).serve()
 

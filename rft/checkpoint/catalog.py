@@ -172,13 +172,18 @@ class Entry:
 
 
 def with_bases(kept: list[Entry], entries: list[Entry]) -> set[str]:
-    """Paths of these, and of all without which they could not be read."""
+    """Paths of these, and of all without which they could not be read. Where a base is not among
+    the `entries`, as in a store whose listing lags, any older one may be what it is made of.
+    """
     known = {(entry.step, entry.id): entry for entry in entries}
     paths: set[str] = set()
     for entry in kept:
         one: Entry | None = entry
         while one is not None and one.path not in paths:
             paths.add(one.path)
+            if one.base is not None and one.base not in known:
+                place = one.epoch, one.step
+                paths |= {other.path for other in entries if (other.epoch, other.step) < place}
             one = known.get(one.base) if one.base else None
     return paths
 
@@ -225,28 +230,36 @@ def _best(ordered: list[Entry], policy: Retention) -> list[Entry]:
 
 
 def list_entries(
-    storage: Storage, collection: str = "", known: dict[str, Entry] | None = None
+    storage: Storage,
+    collection: str = "",
+    known: dict[str, Entry] | None = None,
+    *,
+    is_complete: bool = False,
 ) -> list[Entry]:
     """Committed directories with a sound manifest, oldest first. Of those that are `known`, from
     the last call, only the newest are read again: a run may keep a hundred thousand.
+    `is_complete`: a manifest that the medium does not give is an OSError and not left out, for
+    whoever deletes has to know what the others are made of.
     """
     known = {} if known is None else known
     paths, tags = named(storage, collection), set(storage.list("tags"))
     old = {path: known[path] for path in paths[:-FRESH] if path in known}
     new = [path for path in paths if path not in old and MANIFEST in storage.list(path)]
-    found = [*old.values(), *_entries(storage, new)]
+    found = [*old.values(), *_entries(storage, new, is_complete)]
     known.clear()
     known |= {one.path: one for one in found}
     tagged = (replace(one, tagged=one.path in tags) for one in found)
     return sorted(tagged, key=lambda one: (one.epoch, one.step))
 
 
-def _entries(storage: Storage, paths: Iterable[str]) -> Iterator[Entry]:
+def _entries(storage: Storage, paths: Iterable[str], is_complete: bool = False) -> Iterator[Entry]:
     """Of committed directories those with a sound manifest; whether tagged is not looked at."""
     for path in paths:
         try:
             found = read_manifest(storage, path)
         except (ValueError, OSError) as error:
+            if is_complete and not isinstance(error, ValueError):
+                raise
             log.error("%s", error)
             continue
         numbers = found.epoch, found.step, found.size

@@ -337,7 +337,8 @@ class Committer:
             return  # they are many, and all of them stay
         self._check_epoch()
         known = self.known.setdefault(output.collection, {})
-        entries = list_entries(self.storage, output.collection, known)
+        is_complete = output.collection == VERSIONS  # which are made of each other
+        entries = list_entries(self.storage, output.collection, known, is_complete=is_complete)
         in_use, gone = self.in_use(), set[str]()
         for entry in expired(entries, output.retention):
             if entry.path in in_use:

@@ -162,6 +162,11 @@ class KeptStates:
             self._newest_admitted = begin.id
         return True
 
+    def everywhere(self, is_so: bool) -> bool:
+        """On every rank: a save that one of them leaves out is nobody's. Collective."""
+        found = self.ranks.gather(is_so)
+        return bool(self.ranks.broadcast(found is None or all(found)))
+
     def staged(self, begin: Begin) -> None:
         """Called by the thread that copies."""
         if begin.kept is not None:

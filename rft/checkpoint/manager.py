@@ -248,11 +248,7 @@ class CheckpointManager:
         if inherited is not None and inherited.kept is not None:
             slots.take(inherited.kept.slot)
         self._states.start(self._link, inherited)
-        log.info(
-            "checkpoints: %.3f GB per save of this rank, 2 slots of %.3f GB",
-            total / 1e9,
-            size / 1e9,
-        )
+        log.info("checkpoints: %.3f GB of this rank, 2 slots of %.3f GB", total / 1e9, size / 1e9)
 
     def _idle_s(self) -> float:
         return 0.0 if self._link is None else self._link.idle_s
@@ -330,12 +326,12 @@ class CheckpointManager:
             if outputs:
                 self._outcomes[identity] = SaveOutcome(step, {one.collection for one in outputs})
         messages = SaveMessages(self._link, begin, self._states.staged)
-        if not self._states.admit(begin, self._writing()):
-            messages.drop(identity, BUSY)
-            return True
         # engines wait for weights: these are never given up
         if outputs and not weights and not self._make_room(messages):
             return False
+        if not self._states.admit(begin, self._writing()):
+            messages.drop(identity, BUSY)
+            return True
         tensors = [snapshot.pieces[position].tensor for position in self._plan.order]
         windows = None if whole else self._model_windows
         patience_s = None if outputs else self._states.patience_s()
@@ -386,15 +382,17 @@ class CheckpointManager:
         )
 
     def _make_room(self, messages: SaveMessages) -> bool:
-        """What `when_busy` says: leave it to the copying thread, give this save up, or an older one
-        that still queues.
+        """What `when_busy` says: leave it to the copying thread, give this save up, which is
+        collective, or an older one that still queues.
         """
         assert self._link is not None
-        released_s = self._states.patience_s(self._writing())
-        if self.config.when_busy == "wait" or self._stager.slots.is_free(released_s):
+        begin, when_busy = messages.begin, self.config.when_busy
+        if when_busy == "wait":
             return True
-        begin = messages.begin
-        if self.config.when_busy == "newest_wins":
+        is_free = self._stager.slots.is_free(self._states.patience_s(self._writing() - {begin.id}))
+        if self._states.everywhere(is_free) if when_busy == "skip" else is_free:
+            return True
+        if when_busy == "newest_wins":
             if all(output.collection for output in begin.outputs):  # a version, which waits
                 return True
             queued = [
@@ -580,6 +578,8 @@ class CheckpointManager:
         return report
 
     def _on_loss(self, report: NotKept) -> None:
+        if VERSIONS not in self._outcomes[report.id].open:  # heard with its checkpoint's failure
+            return
         self._outcomes[report.id].open.discard(VERSIONS)
         self.status.versions_lost += 1
         log.error("version %d is not kept, training goes on: %s", report.step, report.cause)

@@ -194,8 +194,8 @@ def refusals(seats: list[Seat]) -> str:
         if own + max(others - held, others // BUFFERS) > free:
             back = f", and {held / 1e9:.3f} GB come back" if held else ""
             found.append(
-                f"{node} needs {(own + others) / 1e9:.3f} GB of memory: {own / 1e9:.3f} for two "
-                f"parts of each of its {len(here)} rank(s), {others / 1e9:.3f} for two of each "
+                f"{node} needs {(own + others) / 1e9:.3f} GB of memory: {own / 1e9:.3f} for what "
+                f"each of its {len(here)} rank(s) stages, {others / 1e9:.3f} for two of each "
                 f"part that it holds for others; {free / 1e9:.3f} GB are free{back}"
             )
         for rank in here:

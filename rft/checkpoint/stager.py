@@ -101,16 +101,25 @@ class Room:
         too. Raises ValueError.
         """
         wanted, count = 2 * size + self.beside, self.neighbours
-        if wanted * count > self.free:
-            least = slot_of_parts(self.regions, extent(self.regions), LEAST_PARTS)
-            least = 2 * least + self.beside
-            raise ValueError(
-                f"staging checkpoints takes {wanted / 1e9:.2f} GB of host memory for each of "
-                f"{count} rank(s) of this node, {wanted * count / 1e9:.2f} GB, and "
-                f"{self.free / 1e9:.2f} GB are free: set trainer.checkpoint.memory={LEAST_PARTS:g} "
-                f"({least * count / 1e9:.2f} GB), or trainer.checkpoint.host_memory_gb to at most "
-                f"{self.free / count / 1.1e9:.2f}"
-            )
+        if wanted * count <= self.free:
+            return
+        fixes, left = [], self.free / count - self.beside
+        least = 2 * slot_of_parts(self.regions, extent(self.regions), LEAST_PARTS)
+        tensor = 2 * slot_size(max((one.bytes for one in self.regions), default=0), None)
+        if self.beside and 2 * size * count <= self.free:
+            fixes.append(f"trainer.checkpoint.versions=none ({2 * size * count / 1e9:.2f} GB)")
+        if least < 2 * size and least <= left:
+            total = (least + self.beside) * count / 1e9
+            fixes.append(f"trainer.checkpoint.memory={LEAST_PARTS:g} ({total:.2f} GB)")
+        if size and tensor <= left / 1.1:
+            fixes.append(f"trainer.checkpoint.host_memory_gb to at most {left / 1.1e9:.2f}")
+        beside = f", {self.beside / 1e9:.2f} of it for versions" if self.beside else ""
+        raise ValueError(
+            f"staging checkpoints takes {wanted / 1e9:.2f} GB of host memory for each of "
+            f"{count} rank(s) of this node{beside}, {wanted * count / 1e9:.2f} GB, and "
+            f"{self.free / 1e9:.2f} GB are free: "
+            + (f"set {', or '.join(fixes)}" if fixes else "start fewer ranks on a node")
+        )
 
     def check_whole(self, size: int, memory_interval: int) -> None:
         """Raises ValueError where states are kept in memory and a slot has no room for one."""

@@ -97,6 +97,7 @@ class VersionKeeper:
         it is stored as it is.
         """
         self.newest, self.layout = HeldVersion(name, self.bits), output.layout
+        told = np.where(is_whole, 0, told)  # for those whoever reads needs no base
         changed = float(told.sum()) / elements_of(output)
         if base is None:
             self.full = self.newest

@@ -246,8 +246,8 @@ class Writer:
                 raise NoSpace(
                     f"{self.storage.where}: {free / 1e9:.2f} GB are free, of which "
                     f"{self.settings.reserve / 1e9:.2f} GB are left to checkpoints, and a version "
-                    f"may need {needs}; free some space (rft ckpt gc), or set "
-                    "trainer.checkpoint.versions=none"
+                    f"may need {needs}; free some space, or set "
+                    "trainer.checkpoint.versions=needed, or none"
                 )
         elif free < output.bytes:
             raise NoSpace(

@@ -132,6 +132,7 @@ class RolloutEngine(EngineRoutes):
         self.device_kind = device_kind
         self.max_model_len = max_model_len
         self.requests = self._running = 0
+        self._wanted: set[str] = set()  # names of requests that nobody has aborted
         self.tokens = 0
         self.cached = 0  # prompt tokens whose keys and values were there already
         self.colocated = colocated  # the trainer has the same devices
@@ -273,7 +274,16 @@ class RolloutEngine(EngineRoutes):
         if room <= 0:
             empty = Completion.empty("prompt_too_long")
             return encode([empty] * asked.n)
+        self._wanted.add(asked.request_id)
+        try:
+            return await self._answered(asked, room)
+        finally:
+            self._wanted.discard(asked.request_id)
+
+    async def _answered(self, asked: GenerateRequest, room: int) -> bytes:
         async with self.turns.request():  # it belongs to one side of every change of the weights
+            if asked.request_id not in self._wanted:  # aborted before vLLM knew of it
+                return encode([Completion.empty("abort")] * asked.n)
             with self.adapters.use() if self.adapters else nullcontext() as served, self._counted():
                 output = await self._run(asked, sampling_params(asked, room), served)
                 routes = await self._routes(asked, output) if self.tells_routes else []
@@ -341,6 +351,7 @@ class RolloutEngine(EngineRoutes):
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns what it has, with stop "abort"."""
         assert self.llm is not None, "abort before start"
+        self._wanted.discard(request_id)
         await self.llm.abort(request_id)
 
     def _healthy(self) -> "AsyncLLM":

@@ -486,7 +486,7 @@ class Explorer:
                 raise GroupCancelled(
                     "never begun: its step had enough other tasks (explorer.over_rollout)"
                 )
-            job = asyncio.create_task(self.runner.run(group, task, holds, answers))
+            job = asyncio.create_task(self.runner.run(group, task, answers))
             self.sampling[job] = None
             try:
                 return await job

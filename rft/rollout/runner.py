@@ -13,9 +13,11 @@ would end this process, comes out as an `Exception`.
 
 import asyncio
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -54,14 +56,16 @@ class GroupCancelled(RuntimeError):
 class UnderWay:
     """A task that runs now.
 
-    `finished`: the runs of its attempt that are done, by number, where it has several.
+    `name`: what no other start of a task is called, of this process or another: engines and pools
+    know requests by it, and one of a process that died may still be under way. `finished`: the runs
+    of its attempt that are done, by number, where it has several.
     """
 
     group: int
     task: Task
     began: float
     limit: float
-    start: int
+    name: str
     cut: asyncio.Future[None]
     answers: GroupAnswers | None = None
     attempt: int = 0
@@ -96,19 +100,18 @@ class Runner:
         self.seconds = 0.0  # of those that succeeded, together
         self.under_way: set[UnderWay] = set()
         self.begun = 0  # tasks of training, ever
+        self.life, self.starts = f"{secrets.token_hex(3)}-", count()
 
-    async def run(
-        self, group: int, task: Task, start: int = 0, answers: GroupAnswers | None = None
-    ) -> Made:
+    async def run(self, group: int, task: Task, answers: GroupAnswers | None = None) -> Made:
         """At most 1 + max_retry_times attempts, all together within `limit` seconds (then
         cancelled: W33).
 
-        `group` below 0: an evaluation. `start`: how often the group was begun before; requests of
-        different starts have different names. `answers`: what of it was answered in another start.
+        `group` below 0: an evaluation. `answers`: what of it was answered in another start.
         """
         loop = asyncio.get_running_loop()
         limit = self.limit() if group >= 0 else self.config.max_timeout
-        here = UnderWay(group, task, loop.time(), limit, start, loop.create_future(), answers)
+        name = f"{task.id}/g{group}/{self.life}{next(self.starts)}"
+        here = UnderWay(group, task, loop.time(), limit, name, loop.create_future(), answers)
         self.under_way.add(here)
         self.begun += group >= 0
         job = asyncio.create_task(self._attempts(here))
@@ -166,7 +169,8 @@ class Runner:
         await end(job, here)
         was_cut = here.cut.done()
         self._count(here.group, "cut_task_count" if was_cut else "timeout_count")
-        if self.config.over_rollout.return_partial_tasks and here.finished:
+        partial = self.config.over_rollout.return_partial_tasks and not self.greedy_baseline
+        if partial and here.finished:  # the baseline comes last
             self._count(here.group, "partial_task_count")
             return stamped(here)
         if was_cut:
@@ -236,7 +240,7 @@ class Runner:
         return stamped(here)
 
     async def _call(self, here: UnderWay, task: Task, run: str, what: Called | None = None) -> Made:
-        request = f"{task.id}/g{here.group}/h{here.start}/a{here.attempt}{run}"
+        request = f"{here.name}/a{here.attempt}{run}"
         stream = f"{self.shared.seed}/{task.id}/{here.attempt}{run}"
         answers = None
         if here.answers is not None:

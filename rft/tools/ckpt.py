@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rft.buffer.journal import JournalError
 from rft.checkpoint import asking, catalog, fence
 from rft.checkpoint.catalog import step_of
 from rft.checkpoint.chunks import Damaged
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
     except (Damaged, Mismatch, StorageUnreachable) as error:
         print(f"rft ckpt: {error}", file=sys.stderr)
         return 1
-    except (InputError, ConfigError, Busy, OSError, ValueError) as error:
+    except (InputError, ConfigError, Busy, JournalError, OSError, ValueError) as error:
         print(f"rft ckpt: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
@@ -504,7 +505,7 @@ def gc(options: argparse.Namespace) -> int:
     and with every one that stays what it is made of.
     """
     run = find_run(options.run)
-    entries = catalog.list_entries(run.storage, VERSIONS)
+    entries = catalog.list_entries(run.storage, VERSIONS, is_complete=True)
     if not entries:
         raise InputError(f"{run.where}: no versions are kept")
     if run.job is None:

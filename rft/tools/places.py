@@ -77,6 +77,9 @@ def find_checkpoint(text: str, version: int | None = None) -> tuple[Run, str]:
         return run, path
     head, _, name = text.rstrip("/").rpartition("/")
     if step_of(name) is not None:
+        above, _, collection = head.rpartition("/")
+        if (collection, name[:2]) == (VERSIONS, "v_"):  # beside what it may be made of
+            head, name = above, f"{collection}/{name}"
         run = Run(_opened(head or "."), _job_above(head))
         if MANIFEST not in run.storage.list(name):
             raise InputError(f"{text} is no committed checkpoint: it has no {MANIFEST}")

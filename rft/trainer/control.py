@@ -354,6 +354,19 @@ class Evaluations:
         self.pending.append(self.explorer.ask(Explorer.evaluate, version, served))  # type: ignore[union-attr]
         self.newest = version
 
+    def _results(self, evaluation: Any) -> list[bytes]:
+        """Of one that may still run. Its tasks have limits of their own, and nobody knows how many
+        come after each other: an explorer that answers gets on with them.
+        """
+        import ray
+
+        from rft.rollout.explorer import Explorer
+
+        while not ray.wait([evaluation], timeout=self.config.max_timeout + RETURN_S)[0]:
+            ray.get(self.explorer.ask(Explorer.opened), timeout=RETURN_S)  # type: ignore[union-attr]
+        found: list[bytes] = ray.get(evaluation, timeout=RETURN_S)
+        return found
+
     def _collect(self, wait: bool) -> None:
         """Report finished evaluations, oldest first; `wait` for the ones still running."""
         if not self.pending:
@@ -364,7 +377,7 @@ class Evaluations:
             if not wait and not ray.wait([self.pending[0]], timeout=0)[0]:
                 return
             try:
-                results = ray.get(self.pending[0], timeout=self.config.max_timeout + RETURN_S)
+                results = self._results(self.pending[0])
             except ray.exceptions.TaskCancelledError:
                 if not self.stopped:
                     raise

@@ -3,6 +3,7 @@ rank, or not at all.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -287,6 +288,72 @@ def test_all_ranks_leave_the_same_states_out_while_a_disk_is_busy(
         save_all(6)
         until(lambda: [one.in_memory for one in managers] == [6, 6], "both have the newest")
     hand.close()
+
+
+def test_a_save_that_one_rank_would_skip_is_skipped_by_all(
+    root: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or others would keep a state that is nowhere else, and let go of the last common one."""
+    hand, ranks = Hand(memory_path / "hand"), Ranks(WORLD)
+    config, states = trainer_config(memory_interval=1, when_busy="skip"), [whole(), whole()]
+    agents: list[dict[str, Any]] = [{"agent": hand.command}, {}]
+    managers = [CheckpointManager(root, ranks.member(n), config, **agents[n]) for n in range(WORLD)]
+    found = list(zip(managers, states, [None] * WORLD, strict=True))
+
+    def save_all(step: int) -> list[bool]:
+        def act(one: tuple[CheckpointManager, State, Any]) -> bool:
+            begun = one[0].save(step, one[1].fill(step), {})
+            one[0].before_update()
+            return begun
+
+        return list(pool.map(act, found))
+
+    with started(found), ThreadPoolExecutor(WORLD) as pool:
+        for step in (1, 2):
+            assert save_all(step) == [True, True]
+            for one in managers:
+                one.wait(step)
+        hand.hold("sync")
+        assert save_all(3) == [True, True], "the slot of 1 is given back for it"
+        assert save_all(4) == [True, True]
+        monkeypatch.setattr(managers[1]._states, "patience_s", lambda *_: PATIENCE)  # it has room
+        assert save_all(5) == [False, False]
+        assert [one.in_memory for one in managers] == [4, 4]
+        assert [one.metrics()["checkpoint/skipped"] for one in managers] == [1, 1]
+        hand.let_go("sync")
+        for one in managers:
+            one.wait(4)
+        assert save_all(6) == [True, True]
+    hand.close()
+
+
+def test_an_agent_that_rests_holds_states_and_no_versions(root: Path) -> None:
+    """A restart is to need no more memory than the start did."""
+    code = f"""
+import sys, torch
+sys.path.insert(0, {str(TRAINER.parent)!r})
+from states import CheckpointManager, OneRank, Path, State, save, trainer_config
+state = State({{"model/w": torch.zeros(2**25, dtype=torch.bfloat16)}})
+config = trainer_config(memory_interval=1, versions="all")
+manager = CheckpointManager(Path({str(root)!r}), OneRank(), config)
+manager.start(state)
+save(manager, 1, state, version=True)
+print("kept", flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == b"kept\n"
+        pid = fence.holder(fence.lock_path(root / "control", 1, 0))
+        assert anonymous(pid) > 2**26, "the version that the next is made from"
+        trainer.kill()
+    until(lambda: anonymous(pid) < 2**26, "it is let go")
+
+
+def anonymous(pid: int) -> int:
+    """Bytes of a process's own memory, its slots left aside."""
+    (line,) = re.findall(r"Anonymous: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text())
+    return int(line) * 1024
 
 
 def test_an_agent_that_dies_costs_no_state(root: Path) -> None:

@@ -42,7 +42,7 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     answer = [True]
     monkeypatch.setattr(ray, "get", lambda reference, timeout: reference)
     monkeypatch.setattr(
-        ray, "wait", lambda refs, timeout: (refs if answer[0] else [], [] if answer[0] else refs)
+        ray, "wait", lambda refs, timeout: (refs, []) if timeout or answer[0] else ([], refs)
     )
     return answer
 
@@ -97,6 +97,24 @@ def test_training_waits_for_it_only_in_a_deterministic_run(finished: list[bool])
     assert (beside.found, alone.found) == ([], [5])
     beside.at_end(6)
     assert beside.found == [5, 6]
+
+
+def test_an_evaluation_may_take_longer_than_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the explorer answers; then it is over at once."""
+    made, looks, silent = evaluations(alone=True), iter([[], [], [1]]), False
+
+    def get(reference: Any, timeout: float) -> Any:
+        if silent and reference is None:
+            raise ray.exceptions.GetTimeoutError("no answer")
+        return reference
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (next(looks), []))
+    made.if_due(5)
+    assert made.found == [5] and made.explorer.actor.calls[1:] == [("opened",), ("opened",)]
+    looks, silent = iter([[]]), True
+    with pytest.raises(ray.exceptions.GetTimeoutError):
+        made.if_due(10)
 
 
 def test_a_deterministic_run_holds_an_explorer_that_lived_on(finished: Any) -> None:

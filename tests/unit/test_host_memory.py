@@ -2,8 +2,10 @@
 asks for it.
 """
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,11 @@ import torch
 from states import OneRank, State
 
 from rft import preflight
-from rft.checkpoint import manager
+from rft.checkpoint import manager, sharding
 from rft.checkpoint.manager import CheckpointManager
-from rft.config import ConfigError, TrainerConfig
+from rft.checkpoint.sharding import Claim
+from rft.checkpoint.stager import Room, slot_size
+from rft.config import CheckpointConfig, ConfigError, TrainerConfig
 from rft.ground import host_memory
 from rft.ground.host_memory import available, limit
 from rft.preflight import memory_plan
@@ -110,9 +114,40 @@ def test_slots_of_checkpoints_that_the_container_has_no_room_for_are_refused(
     monkeypatch.setattr(manager.host_memory, "available", lambda: 10**7)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     state = State({"model/weight": torch.zeros(10**6)})
-    told = r"0.01 GB of host memory for each of 2 rank\(s\) .* 0.01 GB are free: set trainer"
+    told = r"0.01 GB of host memory for each of 2 rank\(s\) .* 0.01 GB are free: start fewer"
     with pytest.raises(ValueError, match=told):
         CheckpointManager(tmp_path, OneRank(), TrainerConfig()).start(state)
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [
+        (30, ["versions", "memory", "host_memory_gb"]),
+        (24, ["memory", "host_memory_gb"]),
+        (9, ["host_memory_gb"]),
+        (5, []),
+    ],
+)
+def test_what_a_refusal_of_slots_advises_is_accepted(
+    free: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """14 GB a rank, of which 2 are weights: two of these are kept where versions are."""
+    size = 25 * 10**7
+    claims = [Claim(f"w{n}", "float32", (size,), (0,), (size,), None) for n in range(14)]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    room = Room(sharding.place(claims), free * 10**9, beside=4 * 10**9)
+    with pytest.raises(ValueError, match=r"4\.00 of it for versions") as refused:
+        room.check(slot_size(14 * 10**9, None))
+    said = str(refused.value)
+    advised = re.findall(r"trainer.checkpoint.(\w+)(?:=| to at most )([\w.]+\d|none)", said)
+    for key, value in advised:
+        if key == "versions":
+            replace(room, beside=0).check(slot_size(14 * 10**9, None))
+        else:
+            config = CheckpointConfig(**{key: float(value)})
+            room.check(room.slot_size(config, 0, is_whole=False))
+    assert [key for key, _ in advised] == expected, said
+    assert ("start fewer ranks" in said) == (not advised)
 
 
 def test_doctor_counts_what_engines_receive(assets: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_memory_that_does_not_do_is_told_of_every_node() -> None:
     enough = [seat("a", 4 * 10**9), seat("b", 4 * 10**9)]
     assert refusals(enough) == ""
     said = refusals([seat("a", 3 * 10**9), seat("a", 3 * 10**9), seat("b", 10**9)])
-    assert "a needs 6.000 GB of memory: 4.000 for two parts of each of its 2 rank(s)" in said
+    assert "a needs 6.000 GB of memory: 4.000 for what each of its 2 rank(s) stages" in said
     assert "b needs 6.000 GB" in said and "1.000 GB are free" in said
     assert "needs two nodes, and all 2 rank(s) are on a" in refusals([seat("a", 0)] * 2)
     # ranks that come back: their slots are there, and a part that agents before hold goes when the

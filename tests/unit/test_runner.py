@@ -106,7 +106,24 @@ def test_when_time_is_up_the_engine_hears_of_it(monkeypatch: pytest.MonkeyPatch)
         )
         with pytest.raises(TimeoutError):
             await runs.run(3, task())
-        assert engine.asked == ["request"] and engine.aborted == ["t/0/0/g3/h0/a0/1"]
+        assert engine.asked == ["request"] and engine.aborted == [f"t/0/0/g3/{runs.life}0/a0/1"]
+
+    run(scenario())
+
+
+def test_no_two_starts_of_a_task_ask_under_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As evaluations that overlap do, and an explorer in the place of one whose requests run on."""
+    names: list[str] = []
+
+    async def told(task: Task, context: Any) -> list[Experience]:
+        names.append(context.request)
+        return made()
+
+    async def scenario() -> None:
+        first, second = (runner(monkeypatch, told) for _ in range(2))
+        await asyncio.gather(first.run(-1, task()), first.run(-1, task()), first.run(4, task()))
+        await second.run(4, task())
+        assert len(set(names)) == 4, names
 
     run(scenario())
 
@@ -135,7 +152,7 @@ def test_a_workflow_that_will_not_end_is_left_without_engines(
             await runs.run(0, task())
         assert now() == 900 + CANCEL_S
         await asyncio.sleep(2000)
-        assert said == ["t/0/0/g0/h0/a0 was given up: its time is over"]
+        assert said == [f"t/0/0/g0/{runs.life}0/a0 was given up: its time is over"]
 
     run(scenario())
 
@@ -255,6 +272,29 @@ def test_part_of_a_task(
         assert [(e.group, e.sample, e.reward) for e in got] == [(5, n, n) for n in found]
         assert runs.counts["partial_task_count"] == (len(found) < 4)
         assert runs.counts["retry_count"] == 0
+
+    run(scenario())
+
+
+def test_a_task_whose_baseline_is_not_there_is_not_taken_in_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is sampled behind the runs, and without it nobody could say what they are worth."""
+    monkeypatch.setitem(workflows.WORKFLOWS, "mine", PerRun)  # type: ignore[arg-type]
+
+    async def baseline(task: Task, context: Any) -> list[Experience]:
+        await asyncio.sleep(1000)
+        raise AssertionError("cut before")
+
+    monkeypatch.setattr(workflows, "greedy", baseline)
+
+    async def scenario() -> None:
+        over = OverRolloutConfig(ratio=0.5, return_partial_tasks=True)
+        runs = runner(monkeypatch, runs_of, over_rollout=over)
+        runs.greedy_baseline = True
+        asyncio.get_running_loop().call_later(500.0, runs.cut, 5)
+        with pytest.raises(GroupCancelled):
+            await runs.run(5, task(4, workflow="mine"))
 
     run(scenario())
 

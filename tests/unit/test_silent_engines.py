@@ -1,5 +1,6 @@
-"""When an engine counts as silent: by its actor's word of vLLM, and in the supervisor's count; and
-a synchronizer that is silent because the run ends.
+"""When an engine counts as silent: by its actor's word of vLLM, and in the supervisor's count; a
+synchronizer that is silent because the run ends; and a request that nobody wants any more, at the
+gate of an engine whose weights change.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import pytest
 import ray
 
 from rft.config import ModelConfig, RolloutModelConfig
+from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.ground.protocols import ActorHandle
 from rft.rollout import engine as engines
 from rft.rollout.engine import RolloutEngine
@@ -53,6 +55,30 @@ async def test_one_whose_vllm_owes_an_answer_is_silent_until_it_comes() -> None:
     vllm.may.set()
     await engine._asked  # type: ignore[misc]
     assert not await engine.is_silent()
+
+
+@in_a_loop
+async def test_what_is_aborted_at_the_gate_never_begins() -> None:
+    """vLLM does not know of it yet, so its own abort finds nothing."""
+    engine, vllm = asked()
+    vllm.abort = aborted = Calls()  # type: ignore[attr-defined]
+    vllm.generate = None  # type: ignore[attr-defined]
+    engine.turns.hold()
+    request = GenerateRequest(request_id="t/0", prompt=[1], n=2, sampling=Sampling(max_tokens=4))
+    answer = asyncio.create_task(engine.generate(encode(request)))
+    await asyncio.sleep(0)
+    await engine.abort("t/0")
+    engine.turns.open()
+    assert [one.stop for one in decode(await answer, list[Completion])] == ["abort", "abort"]
+    assert aborted.made == ["t/0"] and not engine._wanted
+
+
+class Calls:
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    async def __call__(self, name: str) -> None:
+        self.made.append(name)
 
 
 @in_a_loop

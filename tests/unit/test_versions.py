@@ -8,15 +8,19 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import states
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from states import Hand, State, load, managed, save, trainer_config, until
 
 from rft.buffer.ledger import Ledger
@@ -24,6 +28,7 @@ from rft.buffer.progress import Issued, Stored
 from rft.checkpoint import catalog, commit, sharding, versions
 from rft.checkpoint.catalog import Entry, expired
 from rft.checkpoint.chunks import Damaged
+from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.reader import Checkpoint, Mismatch
 from rft.checkpoint.records import (
     Begin,
@@ -101,16 +106,24 @@ class Ranks:
             for one, keeper in zip(self.settings, self.keepers, strict=True)
         ]
 
-    def publish(self, step: int, parts: list[np.ndarray], full: set[int] = frozenset()) -> None:
-        """`full`: ranks whose disk is full while they write."""
+    def output(self, step: int) -> list[Output]:
         draft, final = commit.names_of(self.storage, VERSIONS, step, f"e0001n{step:04d}")
-        for rank, part in enumerate(parts):
-            regions = self.regions[rank]
-            output = Output(
-                collection=VERSIONS, draft=draft, final=final, regions=regions,
-                layout=sharding.digest(self.regions), bytes=sharding.extent(regions),
+        return [
+            Output(
+                collection=VERSIONS,
+                draft=draft,
+                final=final,
+                regions=regions,
+                layout=sharding.digest(self.regions),
+                bytes=sharding.extent(regions),
                 retention=Retention(),
             )  # fmt: skip
+            for regions in self.regions
+        ]
+
+    def publish(self, step: int, parts: list[np.ndarray], full: set[int] = frozenset()) -> None:
+        """`full`: ranks whose disk is full while they write."""
+        for rank, (part, output) in enumerate(zip(parts, self.output(step), strict=True)):
             begin = Begin(
                 id=f"e0001n{step:04d}", step=step, outputs=[output], small={}, local={},
                 loop={"step": step} if rank == 0 else None, about={},
@@ -359,6 +372,48 @@ def test_what_is_kept_keeps_what_it_is_made_of():
     assert [e.path for e in expired(entries, Retention(last=1))] == ["a", "b", "c"]
     assert [e.path for e in expired(entries, Retention(last=1, since=3))] == []
     assert [e.path for e in expired(entries, Retention(last=1, since=4))] == ["a", "b", "c"]
+    del entries[1]  # a list that lags: of what "c" is made is not known
+    assert [e.path for e in expired(entries, Retention(last=1, since=3))] == []
+    assert [e.path for e in expired(entries, Retention(last=1, since=4))] == ["a", "c"]
+
+
+def test_a_manifest_that_cannot_be_read_for_once_costs_no_version(tmp_path, monkeypatch):
+    """What the versions behind it are made of is not known then, so nothing goes."""
+    ranks = Ranks(tmp_path / "checkpoints", 1, 640)
+    whole = np.zeros((640, 64), "u2")
+    for step in range(1, 6):
+        whole[step, :5] += 1
+        ranks.publish(step, [whole])
+        ranks.settle()
+    read, broken = ranks.storage.get, [f"{ranks.kept[4]}/MANIFEST.json"]
+
+    def get(path: str) -> bytes:
+        if path in broken:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return read(path)
+
+    monkeypatch.setattr(ranks.storage, "get", get)
+    output = structs.replace(ranks.output(6)[0], retention=Retention(last=2, since=5))
+    with pytest.raises(OSError, match="Input/output error"):
+        ranks.committers[0]._retire(output)
+    broken.clear()
+    ranks.committers[0]._retire(output)
+    assert sorted(ranks.kept) == [1, 2, 3, 4, 5]
+    assert np.array_equal(ranks.read(ranks.kept[5]), whole)
+
+
+def test_chunks_that_change_as_a_whole_make_no_version_a_full_one(tmp_path):
+    """They are stored as they are, and whoever reads one needs nothing of its base."""
+    with smaller(chunk=4096, reach=versions.REACH):
+        random, ranks = np.random.default_rng(0), Ranks(tmp_path / "checkpoints", 1, 1280)
+        whole, bases = np.zeros((1280, 64), "u2"), []
+        for step in range(1, 13):
+            whole[32 * (step % 8) : 32 * (step % 8) + 96] = random.integers(1, 9, (96, 64))
+            ranks.publish(step, [whole])
+            ranks.settle()
+            bases.append(catalog.read_manifest(ranks.storage, ranks.kept[step]).base)
+        assert np.array_equal(ranks.read(ranks.kept[12]), whole)
+    assert bases.count(None) <= 2, bases
 
 
 # --- the real agent ------------------------------------------------------------------------------
@@ -456,6 +511,26 @@ def test_a_full_disk_costs_versions_and_nothing_else(
     assert not [name for name in storage.list(VERSIONS) if ".tmp-" in name]
 
 
+def test_a_version_that_is_lost_with_its_checkpoint_is_lost_once(tmp_path: Path) -> None:
+    """Its committer and the checkpoint's both say so at rank 0."""
+    hand, ranks, config = Hand(tmp_path / "hand"), states.Ranks(2), trainer_config(versions="all")
+    agents: list[dict[str, Any]] = [{}, {"agent": hand.command}]
+    managers = [
+        CheckpointManager(tmp_path / "c", ranks.member(n), config, **agents[n]) for n in (0, 1)
+    ]
+    heard: list[Report] = []
+    managers[0].hear = heard.append
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one: one.start(weights()), managers))
+        hand.set("free", 1000)
+        list(pool.map(lambda one: one.save(1, weights(), {}, version=True), managers))
+        until(lambda: {type(one) for one in heard} == {SaveFailed, NotKept}, "both are told")
+        assert [one.metrics()["checkpoint/versions_lost"] for one in managers] == [1, 1]
+        for one in managers:
+            one.close()
+    hand.close()
+
+
 def test_versions_that_no_data_is_of_go(tmp_path: Path) -> None:
     """Those before the oldest one needed, but for what later ones are made of; two stay anyway."""
     root, source = tmp_path / "checkpoints", weights()
@@ -522,6 +597,9 @@ def test_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stored(tmp_path / "buffer" / "experience_buffer", [[5], [4, 5]])
     assert ckpt.main(["gc", str(tmp_path)]) == 0
     assert "3 stored tokens are of versions 4-5\nto go: 0-2 (3 of 7" in capsys.readouterr().out
+    with closing(Ledger(str(tmp_path / "buffer" / "experience_buffer"), 2**20).journal):
+        assert ckpt.main(["gc", str(tmp_path), "--remove"]) == 2, "the run has it open"
+    assert "is already open in process" in capsys.readouterr().err
     assert ckpt.main(["gc", str(tmp_path), "--remove"]) == 0
     paths = catalog.committed(open_storage(root), VERSIONS)
     assert [catalog.step_of(path) for path in paths] == [3, 4, 5, 6]
@@ -530,6 +608,10 @@ def test_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert ckpt.main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("good") == 5
+    by_path = [str(root / path) for path in paths]
+    assert ckpt.main(["verify", by_path[1]]) == 0 and "good" in capsys.readouterr().out
+    assert ckpt.main(["diff", by_path[1], by_path[2]]) == 1
+    assert "model/w: " in capsys.readouterr().out
     (file,) = (root / paths[1]).glob("*.bin")
     file.write_bytes(file.read_bytes()[:-1])
     assert ckpt.main(["verify", str(tmp_path)]) == 1
