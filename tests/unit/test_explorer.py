@@ -620,7 +620,8 @@ def test_no_reward_worker_is_started_before_one_is_foreseen_or_needed(tmp_path: 
     task = msgspec.structs.replace(tasks(1)[0], truth="42", reward="exact_match")
 
     def workers() -> int:
-        return sum(WORKER in one.cmdline() for one in psutil.Process().children())
+        there = (one.as_dict(["cmdline"], ad_value=[]) for one in psutil.Process().children())
+        return sum(WORKER in one["cmdline"] for one in there)
 
     async def started(quick: bool) -> list[int]:
         settings = ExplorerConfig(runner_per_model=1, reward_workers=2)
