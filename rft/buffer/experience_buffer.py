@@ -110,6 +110,7 @@ class ExperienceBuffer(BatchedCalls):
         order, `run_epoch`, `heard`: the last group that it has heard of then.
         """
         self._attempts[name] += 1
+        self._over.begin(name, self._progress.unfinished(name))
         self._stood.attached.add(name)
         self._stood.done.discard(name)
         self._stood.all_done = False
@@ -151,11 +152,7 @@ class ExperienceBuffer(BatchedCalls):
         `heard`: the last number that this explorer heard of; groups behind it that are begun are
         those of this call, which came before, and are its answer. None: it never asks again.
         """
-        attempt = self._attempts[explorer]
-
-        def is_left() -> bool:  # nobody waits for the answer any more
-            return attempt != self._attempts[explorer]
-
+        is_left = self._left(explorer)
         async with self._admission, self._waits.changed:
             if not (
                 numbers := self._progress.begun(explorer, tasks, heard)
@@ -169,22 +166,14 @@ class ExperienceBuffer(BatchedCalls):
                     f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: "
                     f"{self._why()}"
                 )
-            now = self._now()
+            now = {"explorer": explorer, **self._now()}
             asked = zip(tasks, most or [None] * len(tasks), strict=True)
             if numbers or is_left():
                 asked = zip((), (), strict=True)
             for (task, cursor), made in takewhile(lambda _: self._may_admit(), asked):
                 numbers.append(self._progress.next_group)
-                self._append(
-                    records.Issued(
-                        group=numbers[-1],
-                        explorer=explorer,
-                        task=task,
-                        cursor=cursor,
-                        most=made,
-                        **now,
-                    )
-                )
+                begins: dict[str, Any] = {"group": numbers[-1], "most": made, **now}
+                self._append(records.Issued(task=task, cursor=cursor, **begins))
         await self._settle()
         return numbers
 
@@ -259,11 +248,12 @@ class ExperienceBuffer(BatchedCalls):
 
     async def cuts(self, explorer: str) -> list[int]:
         """Wait for groups of this explorer that a step goes on without: it puts what is finished of
-        each, or abandons it.
+        each, or abandons it. A process that another has followed hears of none.
         """
+        is_left, over = self._left(explorer), self._over
         async with self._waits.changed:
-            await self._waits.wait(lambda: not self._over.is_told(explorer), self.timeout)
-            return self._over.tell(explorer)
+            await self._waits.wait(lambda: is_left() or not over.is_told(explorer), self.timeout)
+            return [] if is_left() else over.tell(explorer)
 
     async def input_done(self, explorer: str | None = None) -> None:
         """The taskset of this explorer, or of all, is exhausted: no step waits for groups that
@@ -499,6 +489,11 @@ class ExperienceBuffer(BatchedCalls):
 
     def _may_admit(self) -> bool:
         return self._selection.may_admit(self._stood.published, self.total_steps)
+
+    def _left(self, explorer: str) -> Callable[[], bool]:
+        """Whether another process is this explorer by then: nobody waits for what is answered."""
+        attempt = self._attempts[explorer]
+        return lambda: attempt != self._attempts[explorer]
 
     def _is_input_done(self) -> bool:
         return self._stood.all_done or (

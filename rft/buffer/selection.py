@@ -300,6 +300,7 @@ class OverRollout:
         self.minimum = ceil(round((1 - config.ratio) * size.units, 9))  # 0.7 x 10 is 7
         self.wait_s = config.wait_after_min
         self._untold: dict[str, list[Group]] = {}  # by explorer
+        self._cut = set[int]()  # of the last step that went on: no other waits for its cut ones
 
     def has_enough(self, wanted: list[Group]) -> bool:
         there = (group for group in wanted if group.stored)
@@ -308,13 +309,20 @@ class OverRollout:
     def cut(self, wanted: list[Group]) -> list[Group]:
         """Those that are not there; their explorers are told next."""
         late = [group for group in wanted if not group.stored]
+        self._cut = {group.number for group in late}
         for group in late:
             self._untold.setdefault(group.explorer, []).append(group)
         return late
+
+    def begin(self, explorer: str, unfinished: list[Group]) -> None:
+        """A new process is `explorer`: what the last one was told of these, and has not ended, this
+        one has to hear.
+        """
+        self._untold[explorer] = [group for group in unfinished if group.number in self._cut]
 
     def is_told(self, explorer: str) -> bool:
         return not self._untold.get(explorer)
 
     def tell(self, explorer: str) -> list[int]:
-        """Numbers of the groups that `explorer` has to end, each told once."""
+        """Numbers of the groups that `explorer` has to end, each told once to each process."""
         return [group.number for group in self._untold.pop(explorer, [])]

@@ -14,7 +14,7 @@ from rft.buffer.progress import StepSize
 from rft.buffer.selection import OverRollout
 from rft.config import ExperienceBufferConfig, ExplorerConfig, ModelConfig
 from rft.config.explorer import OverRolloutConfig
-from rft.ground.experience import Experience, Sampling, Task
+from rft.ground.experience import Experience, Sampling, Task, encode
 from rft.ground.protocols import ActorHandle
 from rft.rollout import workflows
 from rft.rollout.explorer import Explorer
@@ -257,6 +257,61 @@ def test_two_explorers_share_a_buffer_by_their_names(
         )
         for one in both:
             await one.shutdown()
+        await buffer.shutdown()
+
+    run(scenario())
+
+
+async def begun_and_stored(buffer: ExperienceBuffer, but_for: int) -> None:
+    """By a process that is explorer `explorer`: a step's groups, of which one has no end."""
+    tasks = Tasks()
+    asked = [(encode(next(tasks)), tasks.cursor) for _ in range(TASKS)]
+    assert await buffer.admit_some("explorer", asked) == list(range(TASKS))
+    for group in set(range(TASKS)) - {but_for}:
+        await buffer.put(group, encode([one_token()]))
+
+
+def test_a_dead_explorers_call_hears_of_no_cuts(tmp_path: Path) -> None:
+    """Ray lets it go on: what it heard, nobody would do."""
+
+    async def scenario() -> None:
+        buffer = buffer_in(tmp_path, OverRolloutConfig(ratio=0.25, wait_after_min=30.0))
+        await buffer.attach_trainer(0, 0)
+        calls = []
+        for _ in ("dead", "alive"):
+            await buffer.attach_explorer("explorer")
+            calls.append(asyncio.create_task(buffer.cuts("explorer")))
+            await asyncio.sleep(1.0)
+        await begun_and_stored(buffer, but_for=1)
+        taking = asyncio.create_task(train(buffer, 0, 1))
+        assert await calls[1] == [1] and await calls[0] == []
+        await buffer.abandon(1, "cut")
+        assert [groups(batch) for batch in await taking] == [[0, 2, 3]]
+        assert asyncio.get_running_loop().time() < 100
+        await buffer.shutdown()
+
+    run(scenario())
+
+
+def test_what_an_explorer_heard_and_did_not_live_to_do_the_next_one_hears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workflows, "run", slow_second)
+    over = OverRolloutConfig(ratio=0.25, wait_after_min=30.0)
+
+    async def scenario() -> None:
+        buffer = buffer_in(tmp_path, over)
+        await buffer.attach_trainer(0, 0)
+        await buffer.attach_explorer("explorer")
+        await begun_and_stored(buffer, but_for=1)
+        taking = asyncio.create_task(train(buffer, 0, 1))
+        assert await buffer.cuts("explorer") == [1]
+        exploring = explorer(buffer, over)
+        await exploring.explore()
+        assert [groups(batch) for batch in await taking] == [[0, 2, 3]]
+        assert asyncio.get_running_loop().time() < 100
+        assert buffer.stats()["cut_groups"] == buffer.stats()["failed"] == 1
+        await exploring.shutdown()
         await buffer.shutdown()
 
     run(scenario())
