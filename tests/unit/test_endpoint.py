@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 
-from rft.agents.endpoint import chat_format, connections, registry, replies
+from rft.agents.endpoint import chat_format, connections, registry, replies, server
 from rft.agents.endpoint.server import OpenAIEndpoint
 from rft.ground.experience import Completion, Experience, Sampling, VersionSpan
 from rft.rollout.workflows import check
@@ -656,6 +656,31 @@ def test_who_connects_and_says_nothing_is_cut(
         assert [await ended(reader) for reader, _ in many] == [b""] * 8
         for _, writer in [*many, (idle, idles), (slow, slows)]:
             writer.close()
+
+    run(scenario, tmp_path)
+
+
+def test_its_end_is_soon_whoever_waits_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "END_S", 0.1)
+
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        pool.gate.clear()
+        ask = client(endpoint, endpoint.registry.open().id).chat.completions.create
+        asking = asyncio.create_task(ask(model="m", messages=[user("a")]))
+        while not pool.asked:
+            await asyncio.sleep(0)
+        closing = asyncio.create_task(endpoint.close())
+        await asyncio.sleep(0)
+        assert not endpoint.file.exists() and not closing.done()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*endpoint.url.removeprefix("http://").split(":"))
+        async with asyncio.timeout(20.0):
+            await closing
+            with pytest.raises(openai.APIConnectionError):
+                await asking
+        assert pool.given_up and not endpoint.registry.counts["answers"]
 
     run(scenario, tmp_path)
 

@@ -44,6 +44,9 @@ STRANGE_REQUESTS.setLevel(logging.CRITICAL)
 KEEP_ALIVE_S = 10.0  # between comments in a stream whose answer is not there yet
 LARGEST_BODY = 64 * 2**20
 BODY_S = 60.0  # from a request's header to the last byte behind it
+# At the end of the run, for requests under way: aiohttp waits so long twice, before it takes away
+# what they read and before it cancels them. The explorer has a third of shutdown_grace_s in all.
+END_S = 1.0
 SESSION = web.RequestKey("session", object)  # its name; None: any
 KEY = web.RequestKey("key", str)
 SCOPES = ("", "/s/{session}", "/m/{model}", "/s/{session}/m/{model}")
@@ -77,7 +80,11 @@ class OpenAIEndpoint:
                 app.router.add_post(f"{prefix}/feedback", self._feedback)
                 app.router.add_post(f"{prefix}/commit", self._commit)
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, logger=STRANGE_REQUESTS
+            app,
+            handler_cancellation=True,
+            shutdown_timeout=END_S,
+            access_log=None,
+            logger=STRANGE_REQUESTS,
         )
         await self._runner.setup()
         assert self._runner.server is not None
@@ -92,13 +99,14 @@ class OpenAIEndpoint:
         return self.url
 
     async def close(self) -> None:
+        """No one is let in any more; who has no answer within twice `END_S` gets none."""
         if self._expiring is not None:
             self._expiring.cancel()
         if self._listening is not None:
+            self.file.unlink(missing_ok=True)
             self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
-            self.file.unlink(missing_ok=True)
 
     def open_session(
         self, sampling: Sampling, may_reward: bool = False, answers: RunAnswers | None = None
