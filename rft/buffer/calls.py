@@ -30,6 +30,10 @@ class BufferBroken(JournalError):
     """
 
 
+class Lost(RuntimeError):
+    """Another process has taken over what this one held."""
+
+
 async def answered(ask: Callable[[], Awaitable[T]]) -> T:
     """What a buffer answers, broken or not: who calls sets the deadline."""
     while True:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 import sqlalchemy as sql
 from sqlalchemy import Connection
 
+from rft.buffer.calls import Lost
 from rft.buffer.groups import Course, Explored
 from rft.buffer.progress import Attached, Handed, Silent
 from rft.buffer.sql_events import Events
@@ -21,10 +22,6 @@ from rft.buffer.sql_schema import Tables, now
 
 LOOK_S = 0.1
 EXPLORER, TRAINER = "explorer", "trainer"
-
-
-class Lost(RuntimeError):
-    """Another process has taken over what this one held."""
 
 
 class Silence:

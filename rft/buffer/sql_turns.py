@@ -17,12 +17,13 @@ import msgspec
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
+from rft.buffer.calls import Lost
 from rft.buffer.delivery import Facts, StoredGroup, facts_of, oldest_version, trained
 from rft.buffer.journal import JournalError
 from rft.buffer.progress import Answered, Forgotten, Group, GroupFailed, Progress, Stored
 from rft.buffer.selection import BatchSelection
 from rft.buffer.sql_events import Events
-from rft.buffer.sql_lives import Lost, Parties
+from rft.buffer.sql_lives import Parties
 from rft.buffer.sql_schema import Tables, blobs, drop_answers, drop_blobs
 from rft.ground.experience import encode
 

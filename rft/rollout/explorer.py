@@ -35,7 +35,6 @@ from rft.ground.device import YOUNG, freeze_loaded
 from rft.ground.experience import (
     Experience,
     GenerateRequest,
-    Sampling,
     Task,
     decode,
     encode,
@@ -51,6 +50,7 @@ from rft.rollout.evaluation import Evaluator
 from rft.rollout.pool import EngineHandle, EnginePool, EngineSource
 from rft.rollout.reward_worker import Named
 from rft.rollout.runner import AllTasksFail, GroupCancelled, Runner, one_line
+from rft.rollout.served import ServedGroups
 
 log = logging.getLogger(__name__)
 # until a group is durable, or given up: beyond that the buffer's disk or database hangs
@@ -91,7 +91,7 @@ class EndpointFactory(Protocol):
         model: ModelConfig,
         tokenizer: Any,
         pool: EnginePool,
-        store: Any,
+        groups: ServedGroups,
     ) -> Endpoint: ...
 
 
@@ -169,11 +169,12 @@ class Explorer:
         """
         await self.shared.load(self.quick_rewards, self.slow_rewards)
         if self.api is not None:
-            shared, model = self.shared, self.shared.model
-            opened = await self.api.start(
-                self.config, model, shared.tokenizer, self.pool, self._store
+            served = ServedGroups(
+                self.config.name, self._ask, self.put, self.patience_s, self._break
             )
-            shared.endpoint = opened
+            model, tokenizer = self.shared.model, self.shared.tokenizer
+            opened = await self.api.start(self.config, model, tokenizer, self.pool, served)
+            self.shared.endpoint = opened
         if self.pipeline is not None:
             await self.pipeline.start(
                 partial(self.shared.tokenizer.decode, skip_special_tokens=True)
@@ -503,28 +504,6 @@ class Explorer:
         await self.prepared.wait()
         assert self.shared.endpoint is not None, "base_url of a run without the API"
         return f"{self.shared.endpoint.url}/v1"
-
-    async def _store(self, name: str, experiences: list[Experience]) -> None:
-        """A group that no taskset asked for: sessions of clients that got their reward.
-
-        Durable on return.
-        """
-        task = Task(
-            id=f"endpoint/{name}",
-            taskset="endpoint",
-            row=0,
-            prompt="",
-            workflow="agent",
-            sampling=Sampling(),
-        )
-        group = await self._ask(
-            ExperienceBuffer.admit,
-            *(f"{self.config.name}/endpoint", encode(task), {}, len(experiences)),
-            within_s=self.patience_s,
-        )
-        for experience in experiences:
-            experience.group, experience.task = group, task.id
-        await self.put((group, encode(experiences), None))
 
     async def sample(self, requests: list[bytes], served: int | None = None) -> list[bytes]:
         """The answers of the engines to encoded `GenerateRequest`s, kept nowhere: for whoever

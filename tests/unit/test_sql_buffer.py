@@ -18,11 +18,12 @@ import sqlalchemy as sql
 
 from rft import config as configs
 from rft.buffer import sql_buffer, sql_tables
+from rft.buffer.calls import Lost
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.journal import JournalError
 from rft.buffer.sql_buffer import SqlBuffer
-from rft.buffer.sql_lives import Lost, Silence
+from rft.buffer.sql_lives import Silence
 from rft.buffer.sql_patience import passes
 from rft.buffer.sql_schema import SCHEMA, Tables
 from rft.buffer.sql_tables import check_database, connect, create, shown

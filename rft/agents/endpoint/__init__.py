@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rft.agents.endpoint.parsers import Parser
-from rft.agents.endpoint.registry import Registry, Store
+from rft.agents.endpoint.registry import Registry
 from rft.agents.endpoint.served_models import Model
 from rft.config import AuxiliaryModelConfig, EngineConfig, ExplorerConfig, ModelConfig
 from rft.data.chat import load_tokenizer
 from rft.ground import hubs
 from rft.ground.surroundings import TOKEN
 from rft.rollout.pool import EngineHandle, EnginePool
+from rft.rollout.served import ServedGroups
 
 if TYPE_CHECKING:
     from rft.agents.endpoint.server import OpenAIEndpoint
@@ -46,10 +47,10 @@ class OpenAIEndpointFactory:
         model: ModelConfig,
         tokenizer: Any,
         pool: EnginePool,
-        store: Store,
+        groups: ServedGroups,
     ) -> "OpenAIEndpoint":
-        """`store` is used by mode=serve only: elsewhere sessions are those of workflows, which
-        return what they made.
+        """`groups` are of mode=serve only: elsewhere sessions are those of workflows, which return
+        what they made.
         """
         from rft.agents.endpoint.server import OpenAIEndpoint
 
@@ -64,8 +65,10 @@ class OpenAIEndpointFactory:
         )
         others = [_auxiliary(one, self.auxiliary[one.name]) for one in config.auxiliary_models]
         token = os.environ.get(TOKEN) or secrets.token_urlsafe(24)
+        if self.serves:
+            await groups.begin()
         registry = Registry(
-            token, config.session_timeout, store if self.serves else None, self.group_size
+            token, config.session_timeout, groups.store if self.serves else None, self.group_size
         )
         endpoint = OpenAIEndpoint(registry, [policy, *others], Path(self.directory) / FILE)
         await endpoint.start(config.listen_address, config.proxy_port)
