@@ -26,6 +26,7 @@ agents/agent_process.py
 _process | an agent's program | none: the workflow's `timeout` cancels it | killed with its \
 family
 agents/endpoint/registry.py
+Registry.end | groups that are being stored | the caller's: `END_S` | said which may not be
 Registry.expire | sessions and groups that nobody uses | `AGAIN_S`, again and again | ended after \
 `timeout`, and stored
 agents/endpoint/server.py

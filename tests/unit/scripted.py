@@ -12,6 +12,7 @@ from rft.agents.endpoint.registry import Registry
 from rft.agents.endpoint.served_models import Model
 from rft.agents.endpoint.server import OpenAIEndpoint
 from rft.ground.experience import Completion, Experience, GenerateRequest, VersionSpan
+from rft.rollout.served import ServedGroup
 from rft.tools.toy import character_tokenizer
 
 TOKEN = "the-owner-of-the-run"
@@ -68,8 +69,8 @@ class Kept:
     def __init__(self) -> None:
         self.groups: dict[str, list[Experience]] = {}
 
-    async def store(self, task: str, experiences: list[Experience]) -> None:
-        self.groups[task] = experiences
+    async def store(self, group: ServedGroup) -> None:
+        self.groups[group.task] = group.experiences
 
 
 def policy(

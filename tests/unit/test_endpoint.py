@@ -19,6 +19,7 @@ from openai.types.chat import completion_create_params as chat_params
 from rft.agents.endpoint import chat_format, connections, registry, replies, server
 from rft.agents.endpoint.server import OpenAIEndpoint
 from rft.ground.experience import Completion, Experience, Sampling, VersionSpan
+from rft.rollout.served import ServedGroup
 from rft.rollout.workflows import check
 from tests.unit.scripted import END, TOKEN, TOKENIZER, Kept, Pool, listening, policy
 from tests.unit.test_explorer import tasks
@@ -555,11 +556,11 @@ def test_a_store_that_fails_loses_nothing_and_ends_nothing(tmp_path: Path) -> No
     store, restarting = kept.store, asyncio.Event()
     restarting.set()
 
-    async def failing(task: str, experiences: list[Experience]) -> None:
+    async def failing(group: ServedGroup) -> None:
         if restarting.is_set():
-            refused.add(task)
+            refused.add(group.task)
             raise RuntimeError("the buffer is restarting")
-        await store(task, experiences)
+        await store(group)
 
     kept.store = failing  # type: ignore[method-assign]
 

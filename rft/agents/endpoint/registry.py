@@ -8,8 +8,9 @@ rewards in, groups out.
 
 A key opens one session, the token every one. Where a session is not given a reward it expires, and
 is counted. Invariants: no key opens another session than its own; a session gives its experiences
-once; a group that was acknowledged as stored is, and one that could not be stored is kept and tried
-again; a session's own key posts its reward only where whoever opened it said so.
+once; storing that has begun goes on, whether or not the client waits for it; a group that was
+acknowledged as stored is, and one that could not be stored is kept as it is and tried again; a
+session's own key posts its reward only where whoever opened it said so.
 """
 
 import asyncio
@@ -29,11 +30,12 @@ from rft.agents.endpoint.chat_format import ApiError
 from rft.agents.endpoint.sessions import Feedback, Session
 from rft.ground.experience import Experience, Sampling
 from rft.rollout.answers import RunAnswers
+from rft.rollout.served import ServedGroup
 
 log = logging.getLogger(__name__)
 AGAIN_S = 30.0  # between looks at what is late, and tries to store what could not be
 NAME = re.compile(r"[\w.@-]{1,128}")
-Store = Callable[[str, list[Experience]], Awaitable[None]]  # (name of the task, its experiences)
+Store = Callable[[ServedGroup], Awaitable[None]]  # the same one again is stored once
 
 
 @dataclass
@@ -65,6 +67,8 @@ class Registry:
         self.counts: Counter[str] = Counter()
         self._groups: dict[str, list[list[Experience]]] = {}  # of tasks whose group is not whole
         self._began: dict[str, float] = {}
+        self._unstored: list[ServedGroup] = []  # that could not be, as far as anybody heard
+        self._storing: dict[asyncio.Task[Exception | None], ServedGroup] = {}
 
     # --- who may ----------------------------------------------------------------------------------
 
@@ -205,54 +209,74 @@ class Registry:
         self._groups.setdefault(name, []).append(made)
         self._began.setdefault(name, time.monotonic())
         is_whole = task is None or len(self._groups[name]) >= self.group_size
-        return len(made), is_whole and await self._kept(name)
-
-    async def _kept(self, task: str) -> bool:
-        """Whether its group is stored now; else `expire` tries again."""
-        try:
-            return bool(await self.commit([task]))
-        except Exception:
-            log.exception("the group of %s could not be stored: it is tried again", task)
-            self.counts["store_failures"] += 1
-            self._began[task] = float("-inf")  # late at once
-            return False
+        if not is_whole:
+            return len(made), False
+        return len(made), await asyncio.shield(self._begin(self._closed(name))) is None
 
     async def commit(self, tasks: list[str] | None = None) -> int:
         """Store the groups of these tasks, or of all, as they are; returns how many. One that
-        cannot be stored is kept.
+        cannot be stored is kept. Those that somebody else stores now are not waited for.
         """
-        stored = 0
-        for task in tasks if tasks is not None else list(self._groups):
-            group, began = self._groups.pop(task, None), self._began.pop(task, 0.0)
-            if group is None:  # there is none, or somebody else stores it now
-                continue
-            try:
-                await self._store(task, group)
-            except BaseException:
-                self._groups[task] = group + self._groups.get(task, [])
-                self._began[task] = min(began, self._began.get(task, began))
-                raise
-            stored += 1
-        return stored
+        failed = self._again(lambda group: tasks is None or group.task in tasks)
+        whole = [task for task in self._groups if tasks is None or task in tasks]
+        jobs = [*failed, *(self._begin(self._closed(task)) for task in whole)]
+        for job in jobs:
+            if (error := await asyncio.shield(job)) is not None:
+                raise error
+        return len(jobs)
 
-    async def _store(self, task: str, sessions: list[list[Experience]]) -> None:
-        assert self.store is not None
+    async def end(self, within_s: float) -> None:
+        """Let what is being stored be stored, for so long."""
+        if self._storing:
+            await asyncio.wait(self._storing, timeout=within_s)
+        for group in (*self._storing.values(), *self._unstored):
+            log.error("the group of %s may not be stored: the service ends", group.task)
+        for job in self._storing:
+            job.cancel()
+
+    def _closed(self, task: str) -> ServedGroup:
+        """What there is of it: sessions that come later are another group's."""
+        sessions = self._groups.pop(task)
+        del self._began[task]
         for sample, made in enumerate(sessions):
             for experience in made:
                 experience.sample = sample
-        flat = [experience for made in sessions for experience in made]
-        await self.store(task, flat)
+        return ServedGroup(task, [experience for made in sessions for experience in made])
+
+    def _again(self, chosen: Callable[[ServedGroup], bool]) -> list[asyncio.Task[Exception | None]]:
+        """Try to store what could not be stored."""
+        found = [group for group in self._unstored if chosen(group)]
+        self._unstored = [group for group in self._unstored if group not in found]
+        return [self._begin(group) for group in found]
+
+    def _begin(self, group: ServedGroup) -> "asyncio.Task[Exception | None]":
+        """Store it, whether or not anybody waits for that; the result as of `_store`."""
+        job = asyncio.create_task(self._store(group))
+        self._storing[job] = group
+        job.add_done_callback(self._storing.pop)
+        return job
+
+    async def _store(self, group: ServedGroup) -> Exception | None:
+        """Why it is not stored, but kept, as far as anybody heard; None: it is stored."""
+        assert self.store is not None
+        try:
+            await self.store(group)
+        except Exception as error:
+            log.exception("the group of %s could not be stored: it is tried again", group.task)
+            self.counts["store_failures"] += 1
+            self._unstored.append(group)
+            return error
         self.counts["groups"] += 1
-        self.counts["experiences"] += len(flat)
+        self.counts["experiences"] += len(group.experiences)
+        return None
 
     async def expire(self) -> None:
         """Go on for ever: end sessions that nobody has used for `timeout` seconds, and store groups
         that have waited as long.
         """
         while True:
-            ages = [one.touched for one in self.open_.values() if not one.under_way] + [
-                began for began in self._began.values() if began > float("-inf")
-            ]
+            ages = [one.touched for one in self.open_.values() if not one.under_way]
+            ages += self._began.values()
             next_ = min(ages, default=time.monotonic()) + self.timeout - time.monotonic()
             await asyncio.sleep(max(0.05, min(next_, AGAIN_S)))
             late = time.monotonic() - self.timeout
@@ -260,8 +284,9 @@ class Registry:
                 if one.touched <= late and not one.under_way:
                     self.close(name)
                     self.counts["expired"] += 1
+            self._again(lambda _: True)
             for task in [task for task, began in self._began.items() if began <= late]:
-                await self._kept(task)
+                self._begin(self._closed(task))
 
     def stats(self) -> dict[str, float]:
         names = (
@@ -277,8 +302,9 @@ class Registry:
             "refused",
             "store_failures",
         )
+        waiting = len(self._groups) + len(self._unstored) + len(self._storing)
         found = {f"endpoint/{name}": float(self.counts[name]) for name in names}
         return found | {
             "endpoint/open_sessions": float(len(self.open_)),
-            "endpoint/waiting_groups": float(len(self._groups)),
+            "endpoint/waiting_groups": float(waiting),
         }

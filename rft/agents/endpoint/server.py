@@ -10,8 +10,9 @@ The session of a request is that of its key, of its path or of the header X-Sess
 one of its own, named in the reply's header. A model that is not one of `explorer.auxiliary_models`
 is the policy, whatever it is called: clients change their base_url and nothing else. Invariants:
 without a key nothing is answered but /health; an agent's key posts a reward only where its
-workflow lets it; what a client gave up waiting for is neither finished nor recorded; an answer is
-recorded before it is sent; who connects and says nothing is cut (`connections`).
+workflow lets it; an answer that a client gave up waiting for is neither finished nor recorded, what
+it rewarded is stored all the same; an answer is recorded before it is sent; who connects and says
+nothing is cut (`connections`).
 """
 
 import asyncio
@@ -45,7 +46,8 @@ KEEP_ALIVE_S = 10.0  # between comments in a stream whose answer is not there ye
 LARGEST_BODY = 64 * 2**20
 BODY_S = 60.0  # from a request's header to the last byte behind it
 # At the end of the run, for requests under way: aiohttp waits so long twice, before it takes away
-# what they read and before it cancels them. The explorer has a third of shutdown_grace_s in all.
+# what they read and before it cancels them; then as long for groups that are being stored. The
+# explorer has a third of shutdown_grace_s in all.
 END_S = 1.0
 SESSION = web.RequestKey("session", object)  # its name; None: any
 KEY = web.RequestKey("key", str)
@@ -107,6 +109,7 @@ class OpenAIEndpoint:
             self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
+        await self.registry.end(END_S)
 
     def open_session(
         self, sampling: Sampling, may_reward: bool = False, answers: RunAnswers | None = None
