@@ -219,11 +219,11 @@ class Gates:
 
 def _value(gate: Limit, metrics: Mapping[str, float]) -> float | None:
     """Of the ratio that of the first update, where there are several: there the policy has not
-    moved yet.
+    moved yet, and what that update does not tell of is known of none.
     """
     if gate.metric not in (ERROR, ROUTED, GRADIENT, APART):
         return metrics.get(gate.metric)
-    found = metrics.get(f"{gate.metric}_first", metrics.get(gate.metric))
+    found = metrics.get(f"{gate.metric}_first" if "updates" in metrics else gate.metric)
     if found is None:
         return None
     # whose tokens nobody knows the version of may be anybody's

@@ -56,16 +56,19 @@ SUMMED = ("num_tokens",)
 
 def of_step(found: list[dict[str, float]]) -> dict[str, float]:
     """Metrics of several updates as those of their step: means over the updates that changed
-    weights, or over all where none did; the step counts as skipped only then.
+    weights, or over all where none did; the step counts as skipped only then. What not every update
+    tells (advantages of equal rewards push nothing) is of those that do.
     """
     made = [one for one in found if not one["skipped"]]
+    told = made or found
     step = {}
-    for name in (made or found)[0]:
-        values = [one[name] for one in made or found]
+    for name in dict.fromkeys(name for one in told for name in one):
+        values = [one[name] for one in told if name in one]
         total = sum(values) if name in SUMMED else sum(values) / len(values)
         step[name] = max(values) if name.endswith("/max") else total
         if name in MOVED:
-            step |= {f"{name}_first": values[0], f"{name}_last": values[-1]}
+            ends = (("first", told[0]), ("last", told[-1]))
+            step |= {f"{name}_{end}": one[name] for end, one in ends if name in one}
     return step | {
         "updates": float(len(made)),
         "skipped_updates": float(len(found) - len(made)),

@@ -35,24 +35,25 @@ HEALTHY = {
     "drift/misjudged": 0.0,
     "logprob_diff/max": 0.0,
 }
+SEVERAL = {"updates": 2.0}
 WRONG = [
     ("engine", {"drift/token_mult_prob_error": 1.06}),
     ("engine", {"drift/token_mult_prob_error": math.nan}),
-    ("engine", {"drift/token_mult_prob_error": 1.0, "drift/token_mult_prob_error_first": 1.3}),
+    ("engine", {**SEVERAL, "drift/token_mult_prob_error_first": 1.3}),
     ("stale engine", {"staleness/token_max": 1.0, "drift/token_mult_prob_error": 2.1}),
     ("clipped", {"clip_frac": 0.4}),
     ("answers", {"drift/equal_answers": 0.1}),
     ("experts", {"drift/routed_otherwise": 0.3}),
-    ("experts", {"drift/routed_otherwise": 0.1, "drift/routed_otherwise_first": 0.3}),
+    ("experts", {**SEVERAL, "drift/routed_otherwise_first": 0.3}),
     ("tokens", {"drift/lost_tokens": 3.0}),
     ("tokens", {"drift/lost_tokens": -3.0}),
     ("rewards", {"drift/failed_trained": 1.0}),
     ("weights", {"drift/lost_weight": 0.01}),
     ("gradient", {"drift/gradient": 0.6}),
-    ("gradient", {"drift/gradient": 0.1, "drift/gradient_first": 0.6}),
+    ("gradient", {**SEVERAL, "drift/gradient_first": 0.6}),
     ("advantages", {"drift/misjudged": 1.0}),
     ("bits", {"logprob_diff/max": 1e-7}),
-    ("bits", {"logprob_diff/max": 0.3, "logprob_diff/max_first": 1e-7}),
+    ("bits", {**SEVERAL, "logprob_diff/max": 0.3, "logprob_diff/max_first": 1e-7}),
 ]
 
 
@@ -93,6 +94,16 @@ def test_every_gate_has_a_number_that_passes_it() -> None:
 )
 def test_what_a_run_does_not_know_warns_nobody(metrics: dict[str, float]) -> None:
     assert Gates().after(1, metrics) == {"drift/alarms": 0.0}
+
+
+def test_of_several_updates_the_later_ones_do_not_stand_for_the_first() -> None:
+    """Whose policy has moved: what the first does not tell of, its groups having equal rewards, is
+    not known.
+    """
+    gates = Gates(is_plain=True)
+    moved = HEALTHY | SEVERAL | {"drift/gradient": 0.9, "drift/gradient_last": 0.9}
+    assert gates.after(1, moved) == {"drift/alarms": 0.0}
+    assert gates.after(2, moved | {"drift/gradient_first": 0.9}) == {"drift/alarms": 1.0}
 
 
 def test_where_both_compute_in_fp32_the_limit_is_nearer() -> None:

@@ -155,6 +155,26 @@ def test_what_several_updates_tell_of_their_step() -> None:
     assert of_step([bad, bad])["skipped"] == 1.0, "the step changed nothing"
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_one_update_does_not_tell_is_of_the_others(place: int) -> None:
+    """Of a mini-batch whose groups have equal rewards no push is known, of one without routes no
+    agreement.
+    """
+    silent = {"loss": 1.0, "skipped": 0.0, "num_tokens": 5.0, "clip_frac": 0.0}
+    low = silent | {"loss/weight": 0.5, "drift/gradient": 0.1, "routing/agree_frac": 0.9}
+    high = silent | {"loss/weight": 0.7, "drift/gradient": 0.3, "routing/agree_frac": 0.7}
+    found = [low, high]
+    found.insert(place, silent)
+    told = of_step(found)
+    assert told["loss/weight"] == pytest.approx(0.6), "a mean over those that have it"
+    assert told["routing/agree_frac"] == pytest.approx(0.8)
+    assert told["num_tokens"] == 15.0
+    ends = {"drift/gradient_first": 0.1, "drift/gradient_last": 0.3}
+    if place in (0, 2):
+        del ends["drift/gradient_first" if place == 0 else "drift/gradient_last"]
+    assert {name: told[name] for name in told if name.startswith("drift/gradient_")} == ends
+
+
 class Numbers(Table):
     """A table that learns as `Learner` does: gradients, then an update. As a critic its numbers are
     values of the places in the response.
