@@ -115,8 +115,7 @@ def rloo(columns: Columns) -> Credit:
     advantages = columns.rewards.copy()
     for members in columns.members():
         if (n := len(members)) > 1:
-            rewards = columns.rewards[members]
-            advantages[members] = (rewards - rewards.mean()) * (n / (n - 1))
+            advantages[members] = centred(columns.rewards[members]) * (n / (n - 1))
     return Credit(np.asarray(advantages))
 
 
@@ -152,9 +151,7 @@ def grpo(
             silent.append(members)
         if len(members) > 1:
             divisor = (own if std_cal_level == "group" else everything) + epsilon
-            advantages[members] = (rewards[members] - rewards[members].mean()) / (
-                divisor if normalize_std else 1.0
-            )
+            advantages[members] = centred(rewards[members]) / (divisor if normalize_std else 1.0)
     if std_threshold is None:
         return Credit(advantages)
     return without(columns, advantages, silent, duplicate_experiences)
@@ -168,9 +165,14 @@ def _penalised(columns: Columns, penalty: float) -> np.ndarray:
     return rewards
 
 
+def centred(values: np.ndarray) -> np.ndarray:
+    """Less their mean. Equal ones are exactly 0: the mean of six times 0.1 is another number."""
+    return values - (values.mean() if np.ptp(values) else values[0])
+
+
 def deviation(values: np.ndarray) -> float:
-    """Unbiased; that of one value is 0."""
-    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    """Unbiased; that of one value, and that of equal ones, is exactly 0."""
+    return float(values.std(ddof=1)) if len(values) and np.ptp(values) else 0.0
 
 
 def without(
@@ -266,8 +268,8 @@ def _step_rewards(columns: Columns, run: np.ndarray) -> np.ndarray:
 def _compared(returns: np.ndarray, fnorm: str, epsilon: float) -> np.ndarray:
     if len(returns) < 2:
         return np.zeros(len(returns))
-    centred = returns - returns.mean()
-    return centred / (deviation(returns) + epsilon) if fnorm == "std" else centred
+    apart = centred(returns)
+    return apart / (deviation(returns) + epsilon) if fnorm == "std" else apart
 
 
 def opmd(
@@ -324,14 +326,14 @@ def rec(
     chance = np.random.default_rng(columns.seed)
     advantages = np.zeros(len(columns.rewards))
     for members in columns.members():
-        is_good = columns.rewards[members] >= columns.rewards[members].mean()
+        is_good = centred(columns.rewards[members]) >= 0
         good, bad = members[is_good], members[~is_good]
         if drop == "balance" and len(bad) > len(good):
             bad = chance.choice(bad, len(good), replace=False)
         kept = np.concatenate([good, bad])
         rewards = columns.rewards[kept]
         divisor = rewards.std() + epsilon if std_normalize else 1.0
-        advantages[kept] = (rewards - rewards.mean()) / divisor
+        advantages[kept] = centred(rewards) / divisor
     return Credit(advantages)
 
 

@@ -127,6 +127,28 @@ def test_groups_without_signal_are_left_out_or_replaced_by_others() -> None:
     assert found("grpo", std_threshold=9.0, duplicate_experiences=True).times.tolist() == [0] * 10  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.2, 0.7, -0.1, 1.1, 1 / 3])
+def test_equal_rewards_have_no_spread_whatever_their_mean_is_rounded_to(reward: float) -> None:
+    """A batch says the same of them: `reward/zero_signal_groups`."""
+    for count in range(2, 33):
+        silent = [made(reward, 0, sample) for sample in range(count)]
+        loud = [made(float(sample % 2), 1, sample) for sample in range(4)]
+        given = Columns.of([*silent, *loud])
+        for name in ("grpo", "step_wise_grpo"):
+            kept = found(name, given, std_threshold=0.0)
+            assert kept.times is not None
+            assert kept.times.tolist() == [0] * count + [1] * 4
+            assert not kept.advantages[:count].any()
+            every = found(name, given, std_threshold=-1.0)
+            assert every.times is not None and every.times.all()
+        for name in ("rloo", "gigpo", "rec"):
+            assert not found(name, given).advantages[:count].any(), name
+        for normalised in ({"fnorm": "std"}, {"std_normalize": True, "drop": "balance"}):
+            name = "gigpo" if "fnorm" in normalised else "rec"
+            assert not found(name, given, **normalised).advantages[:count].any()
+        assert credit.metrics([*silent, *loud], 0)["reward/zero_signal_groups"] == 0.5
+
+
 def test_likely_responses_are_worth_less_by_their_rank() -> None:
     logprobs = np.array([-0.1, -0.4, -0.2, -0.3, -1.0, -2.0, -0.7, -0.9, -0.8, -1.0])
     rewards = [1 * (1 - 0.4 * 3 / 4), 0, 0.25 * (1 - 0.4 * 2 / 4), 0.5 * (1 - 0.4 * 1 / 4)]
