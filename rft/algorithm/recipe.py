@@ -229,16 +229,15 @@ def _together(algorithm: AlgorithmConfig, can_compare: bool) -> Iterator[str]:
 def _check_penalty(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.kl_penalty_fn == "none":
         return
-    of_responses, of_tokens = ADVANTAGES.get(str(algorithm.advantage_fn)), _of_tokens(algorithm)
-    if (of_responses is None or not of_responses.takes_penalty) and (
-        of_tokens is None or of_tokens.over is not None
-    ):
-        taking = [name for name, found in ADVANTAGES.items() if found.takes_penalty]
-        taking += [name for name, found in TOKEN_ADVANTAGES.items() if found.over is None]
+    functions = ADVANTAGES | TOKEN_ADVANTAGES
+    found = functions.get(str(algorithm.advantage_fn))
+    if found is None or not found.takes_penalty:
+        taking = [name for name, one in functions.items() if one.takes_penalty]
+        why = "looks at no reward" if needs_teacher(algorithm) else "needs them before"
         yield (
             f"algorithm.kl_penalty_fn={algorithm.kl_penalty_fn} changes rewards on the trainer's "
             "ranks, and algorithm.advantage_fn="
-            f"{algorithm.advantage_fn} needs them before: set kl_loss_fn instead, or an "
+            f"{algorithm.advantage_fn} {why}: set kl_loss_fn instead, or an "
             f"advantage_fn of {', '.join(taking)}"
         )
 

@@ -187,6 +187,11 @@ class TokenAdvantage:
     # of `proximal` and `entropy`; `function` gets its `mean` and `std`
     measured: Callable[[Packed], np.ndarray] | None = None
 
+    @property
+    def takes_penalty(self) -> bool:
+        """Whether they are made of rewards, which a KL penalty may be taken off."""
+        return self.over is None and not self.needs_teacher
+
 
 TOKEN_ADVANTAGES = {
     "ppo": TokenAdvantage(ppo, needs_critic=True, is_whitened=True),

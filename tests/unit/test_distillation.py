@@ -9,8 +9,9 @@ import torch
 from rft.algorithm import ALGORITHMS, recipe
 from rft.algorithm.token_advantages import jsd, on_policy_distill
 from rft.algorithm.token_credit import distilled
-from rft.config import AlgorithmConfig
+from rft.config import AlgorithmConfig, ConfigError
 from rft.data.packing import Packed, Row, pack
+from rft.preflight.fill import fill_algorithm
 
 OLD, TEACHER = np.array([-0.5, -1.0, -3.0, -0.1]), np.array([-0.7, -0.2, -3.0, -2.5])
 
@@ -103,3 +104,15 @@ def test_ranks_without_a_teacher_take_part_in_the_sums() -> None:
     distilled([packed()], algorithm, True, summed)
     distilled([packed(teacher=TEACHER)], algorithm, False, summed)
     assert asked[1:] == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("name", ["on_policy_distill", "jsd"])
+def test_a_penalty_of_rewards_is_refused_where_there_are_none(name: str) -> None:
+    algorithm = fill_algorithm(AlgorithmConfig(algorithm_type=name))
+    recipe.check(algorithm)
+    for advantages, why in ((name, "looks at no reward"), ("grpo", "needs them before")):
+        wrong = replace(algorithm, advantage_fn=advantages, kl_penalty_fn="k1")
+        with pytest.raises(ConfigError, match=f"kl_penalty_fn=k1.*={advantages} {why}") as said:
+            recipe.check(wrong)
+        *_, advised = str(said.value).partition("set kl_loss_fn instead, or ")
+        assert "remax" in advised and name not in advised, "what helps is said"

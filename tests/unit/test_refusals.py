@@ -216,6 +216,14 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "algorithm.kl_penalty_fn",
         "reinforceplusplus",
     ),
+    *(
+        (
+            f"algorithm.algorithm_type={name} algorithm.kl_penalty_fn=k1",
+            "algorithm.kl_penalty_fn",
+            f"algorithm.advantage_fn={name} looks at no reward: set kl_loss_fn instead",
+        )
+        for name in ("on_policy_distill", "jsd")
+    ),
     (
         "algorithm.kl_loss_fn=k2 +algorithm.kl_loss_fn_args={adaptive:true,horizon:9}",
         "algorithm.kl_loss_fn_args.target_kl",
