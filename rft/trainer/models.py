@@ -158,6 +158,7 @@ class Models:
 
         `groups`: of every row of the step.
         """
+        self.kl.responses = len(groups)
         part, metrics = self._credited(part, groups)
         correction = self.algorithm.rollout_correction
         if correction.rollout_rs != outliers.MASK:
@@ -185,7 +186,6 @@ class Models:
             return token_credit.distilled(part, self.algorithm, self._counts, self._summed)
         if self.critic is not None:
             part = self._scored(part, "value", self.critic.score(part))
-        self.kl.responses = len(groups)
         if not token_credit.is_needed(self.algorithm):
             return part, {}
         part, metrics = token_credit.credited(

@@ -6,7 +6,10 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from rft.config import AlgorithmConfig
+from rft.preflight.fill import fill_algorithm
 from rft.trainer.models import Models
 
 
@@ -68,3 +71,32 @@ def test_both_change_or_neither() -> None:
         assert metrics["skipped"] == metrics["critic/skipped"] == 1.0
     metrics = step()[1]
     assert metrics["skipped"] == metrics["critic/skipped"] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "dpo", "on_policy_distill", "jsd"])
+def test_a_coefficient_moves_by_the_responses_of_the_step_whoever_judges_them(kind: str) -> None:
+    algorithm = fill_algorithm(
+        AlgorithmConfig(
+            algorithm_type=kind,
+            kl_loss_fn="k2",
+            kl_loss_fn_args={"adaptive": True, "target_kl": 0.1, "horizon": 40},
+        )
+    )
+    policy: Any = Learning("policy", [])
+    policy.mesh = SimpleNamespace(
+        is_last_stage=True, tp_rank=0, cp_rank=0, reduce=lambda *numbers: None
+    )
+    other: Any = SimpleNamespace(score=lambda part, trained_only=False: [])
+    policy.score = other.score
+    models = Models(
+        policy,
+        other,
+        other if kind == "ppo" else None,
+        algorithm,
+        teacher=other if kind in ("on_policy_distill", "jsd") else None,
+    )
+    models.score([], groups=[0, 0, 1, 1])
+    used = models.kl.loss.value
+    told = models.kl.after_loss({"kl/reference": 5.0, "skipped": 0.0})
+    assert told == {"kl/reference_coef": used}
+    assert models.kl.loss.value == pytest.approx(used * (1 + 0.2 * 4 / 40))
