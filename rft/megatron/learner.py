@@ -61,7 +61,8 @@ class Learner(Network):
             self.ddp, optimizer, grad_clip, total_steps, overrides.optimizer(trainer)
         )
         self._bias_rate = trainer.moe_router_bias_update_rate
-        self.balances = self._bias_rate > 0
+        for router in self.routers:
+            router.balances = self._bias_rate > 0
         self._shards = weights.shards(self.model, self.dims, mesh.place)
         self._tensors = state.RankTensors(self._shards, self.model, self.optimizer)
 
@@ -131,7 +132,7 @@ class Learner(Network):
         if finite:
             with trace.span("optimizer"):
                 self.optimizer.update(self.step, metrics["grad_norm"])
-            if self.balances:
+            if self._bias_rate > 0:
                 metrics = metrics | replay.rebalance(
                     self.model, self.dims, self._bias_rate, self.mesh
                 )

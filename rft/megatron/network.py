@@ -60,7 +60,6 @@ class Network:
 
     is_critic = False
     replays = True  # it is the model, or nearly, whose engine has chosen the routes of its tokens
-    balances = False  # how often each expert is taken is counted
 
     def __init__(
         self,
@@ -256,6 +255,8 @@ class Network:
         if not packed.shared.any() and packed.length < length:
             packed = slice_cp(packed, 0, 1, self.multiple, length)
         computed = self._computed(packed, length)
+        routes = self._routes(packed, computed)
+        is_counted = routes is not None or any(one.balances for one in self.routers)
         tensor = self.mesh.device.bring
         return Micro(
             tokens=tensor(computed.tokens)[None].long(),
@@ -270,8 +271,8 @@ class Network:
                 computed,
                 self.model[0],
                 self.mesh,
-                self._routes(packed, computed),
-                self._rows(whole, computed) if self.balances else None,
+                routes,
+                self._rows(whole, computed) if is_counted else None,
             ),
             source=None if computed.source is None else tensor(computed.source),
         )

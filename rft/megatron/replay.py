@@ -32,9 +32,9 @@ from rft.monitor import trace
 class RouterReplay:
     """Of the router of expert layer `number`, of `experts`. `given`: the routes of the call under
     way [T, layers, top_k], None: there are none. `rows`: of how many rows each of its tokens is
-    [T], None: nobody asks. `counts`: of the training passes, how many of the experts that were
-    given the trainer would have chosen, too, and how many those were. `load`: of the same passes,
-    tokens of rows that went through each expert [experts].
+    [T], None: nobody asks. `counts`: of the training passes, how many of the experts that tokens of
+    rows were given the trainer would have chosen, too, and how many those were. `load`: of the same
+    passes, where they are to be balanced, tokens of rows that went through each expert [experts].
     """
 
     def __init__(self, number: int, experts: int):
@@ -44,6 +44,7 @@ class RouterReplay:
         self.rows: Tensor | None = None
         self.counts: Tensor | None = None
         self.load: Tensor | None = None
+        self.balances = False
 
     def get_replay_topk(
         self,
@@ -58,7 +59,7 @@ class RouterReplay:
         if self.given is not None:
             routes = self._replayed(self.given, routes)
             values = scores.gather(1, routes)
-        if self.rows is not None and torch.is_grad_enabled():
+        if self.balances and self.rows is not None and torch.is_grad_enabled():
             self._weigh(routes, self.rows)
         return values, routes
 
@@ -66,13 +67,14 @@ class RouterReplay:
         given = routes[:, self.number].long()
         # what stands for none is beyond the last expert, or below the first
         known = ((given >= 0) & (given < self.experts)).all(1, keepdim=True)
-        if torch.is_grad_enabled():
-            self._count(given, chosen, known)
+        if self.rows is not None and torch.is_grad_enabled():
+            self._count(given, chosen, known[:, 0] * self.rows.double())
         return torch.where(known, given, chosen)
 
-    def _count(self, given: Tensor, chosen: Tensor, known: Tensor) -> None:
-        both = ((given[:, :, None] == chosen[:, None, :]).any(2) & known).sum()
-        found = torch.stack([both, known.sum() * given.shape[1]]).double()
+    def _count(self, given: Tensor, chosen: Tensor, rows: Tensor) -> None:
+        """`rows`: of how many each token is that was given experts, 0 for one that was not."""
+        both = (given[:, :, None] == chosen[:, None, :]).any(2).sum(1)
+        found = torch.stack([(both * rows).sum(), rows.sum() * given.shape[1]])
         self.counts = found if self.counts is None else self.counts + found
 
     def _weigh(self, routes: Tensor, rows: Tensor) -> None:
