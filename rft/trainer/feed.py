@@ -111,6 +111,7 @@ class Feed:
         told = parts = None
         if experiences:
             told, parts = (seen and seen(batch)) or self._made(batch, beside)
+        del seen  # which holds the microbatches, too: they are freed below
         self.current = batch if experiences else None
         told = self.ranks.broadcast(told)
         if told is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import operator
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rft.config import AlgorithmConfig, ExperienceBufferConfig
 from rft.data.files import StatelessSource
 from rft.data.packing import Cost, Packed, Stacked
 from rft.ground.experience import Batch, Experience, encode
+from rft.trainer import feed as feeds
 from rft.trainer.feed import Feed
 
 RECIPE = AlgorithmConfig(algorithm_type="grpo", advantage_fn="grpo", loss_agg_mode="token-mean")
@@ -127,6 +129,31 @@ class Rows(StatelessSource):
 
     def batch(self, step: int) -> Batch:
         return Shown()._batch(step)
+
+
+def test_rows_are_freed_before_their_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a step that was read ahead."""
+    made: list[Any] = []
+
+    class Sending(Alone):
+        def scatter_parts(self, parts: Any) -> list[Packed]:
+            made.append(weakref.ref(parts))
+            return super().scatter_parts(parts)
+
+    alive: list[bool] = []
+    monkeypatch.setattr(
+        feeds, "give_back", lambda freed: alive.append(freed > 0 and made[-1]() is not None)
+    )
+    seen: list[int] = []
+    feed = Feed(Shown(), Sending(), RECIPE, 30, 1, Cost())
+    assert feed.ahead is not None
+    look = feed.ahead.prepare
+    feed.ahead.prepare = lambda batch: (seen.append(batch.step), look(batch))[1]
+    for step in range(3):
+        feed.next(step, stopping=False)
+        feed.ahead._thread.submit(int).result(30)  # the thread has let go of what it looked at
+    feed.close()
+    assert seen == [1, 2, 3] and alive == [False] * 3
 
 
 @pytest.mark.parametrize("error", [None, OSError("gone")])
