@@ -34,7 +34,7 @@ class Columns:
     def of(cls, experiences: Sequence[Experience], seed: int = 0) -> "Columns":
         return cls(
             rewards=np.array([total_reward(e) for e in experiences], dtype=np.float64),
-            groups=_peers(experiences),
+            groups=peers(experiences),
             samples=np.array([e.sample for e in experiences], dtype=np.int64),
             turns=np.array([e.turn for e in experiences], dtype=np.int64),
             logprobs=np.array([mean_logprob(e) for e in experiences], dtype=np.float64),
@@ -61,7 +61,7 @@ class Columns:
         return [np.flatnonzero(self.groups == group) for group in np.unique(self.groups)]
 
 
-def _peers(experiences: Sequence[Experience]) -> np.ndarray:
+def peers(experiences: Sequence[Experience]) -> np.ndarray:
     """The group of each; of those that have peers of their own in it, a number behind all."""
     groups = np.array([e.group for e in experiences], dtype=np.int64)
     kinds = sorted({str(e.info[PEERS]) for e in experiences if PEERS in e.info})

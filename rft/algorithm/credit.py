@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from rft.algorithm.advantages import ADVANTAGES, Columns, Credit, mean_logprob, total_reward
+from rft.algorithm.advantages import (
+    ADVANTAGES,
+    Columns,
+    Credit,
+    mean_logprob,
+    peers,
+    total_reward,
+)
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
 from rft.data.packing import Row, token_weights
 from rft.data.runs import Runs
@@ -30,7 +37,8 @@ class CreditedStep:
     advantage of each.
 
     `per_token`: advantages are made later, of every token, of the rewards. `baselines`: of each
-    group, where greedy responses give one.
+    group, where greedy responses give one. `untrained`: where advantages of responses are made
+    later, those that are only compared with.
     """
 
     experiences: list[Experience]
@@ -38,10 +46,23 @@ class CreditedStep:
     per_token: bool = False
     baselines: dict[int, float] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    untrained: list[Experience] = field(default_factory=list)
 
     @property
     def groups(self) -> list[int]:
-        return [experience.group for experience in self.experiences]
+        """Whom each is compared with."""
+        return self._peers[: len(self.experiences)]
+
+    @property
+    def others(self) -> list[tuple[int, float]]:
+        """(group, reward) of the untrained."""
+        numbers = self._peers[len(self.experiences) :]
+        return list(zip(numbers, map(total_reward, self.untrained), strict=True))
+
+    @property
+    def _peers(self) -> list[int]:
+        numbers: list[int] = peers([*self.experiences, *self.untrained]).tolist()
+        return numbers
 
 
 def judge(
@@ -67,7 +88,12 @@ def judge(
     chosen = np.repeat(np.arange(len(compared)), times * is_taught)
     baselines = _baselines(experiences) if later is not None and later.needs_baseline else None
     return CreditedStep(
-        [compared[i] for i in chosen], found.advantages[chosen], per_token, baselines, found.metrics
+        [compared[i] for i in chosen],
+        found.advantages[chosen],
+        per_token,
+        baselines,
+        found.metrics,
+        [compared[i] for i in np.flatnonzero(~is_taught)] if penalised else [],
     )
 
 

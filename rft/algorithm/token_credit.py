@@ -43,12 +43,14 @@ def credited(
     summed: Summed,
     groups: Sequence[int] = (),
     penalty_coef: float | None = None,
+    others: Sequence[tuple[int, float]] = (),
 ) -> tuple[Sequence[Packed], dict[str, float]]:
     """`counts`: whether this rank's tokens enter the moments (others may hold the same); `summed`
     adds up over all ranks.
 
-    `groups`: of every row of the step, whose numbers `Packed.rows` are. Ranks without the scores
-    that are needed give nothing.
+    `groups`: of every row of the step, whose numbers `Packed.rows` are; `others`: (group, reward)
+    of responses that they are compared with, and that are no rows. Ranks without the scores that
+    are needed give nothing.
     """
     coef = recipe.penalty_coef(algorithm).value if penalty_coef is None else penalty_coef
     kind = TOKEN_ADVANTAGES.get(str(algorithm.advantage_fn))
@@ -64,7 +66,7 @@ def credited(
         for packed, penalty in zip(part, penalties, strict=False)
     ]
     if kind is None:
-        function = _of_responses(part, rewards, algorithm, counts, summed, groups)
+        function = _of_responses(part, rewards, algorithm, counts, summed, groups, others)
     else:
         function = partial(kind.function, **algorithm.advantage_fn_args, **given)
     found, columns = [], [np.zeros((0, 4))]
@@ -147,6 +149,7 @@ def _of_responses(
     counts: bool,
     summed: Summed,
     groups: Sequence[int],
+    others: Sequence[tuple[int, float]],
 ) -> Callable[[Packed, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """An advantage of responses, of rewards that only the ranks together know: every rank computes
     it, from the same numbers.
@@ -156,13 +159,16 @@ def _of_responses(
         if counts:
             sequence = np.repeat(packed.rows, np.diff(packed.cu_seqlens))
             np.add.at(totals, sequence, np.where(packed.weight != 0, reward, 0.0)[: len(sequence)])
+    # of which no token is trained, so that nothing comes off; as exact as the rewards of rows
+    beside = [float(np.float32(reward)) for _, reward in others]
+    count = len(groups) + len(others)
     of_step = Columns(
-        rewards=np.array(summed(totals.tolist())),
-        groups=np.array(groups, dtype=np.int64),
-        samples=np.arange(len(groups)),
-        turns=np.zeros(len(groups), dtype=np.int64),
-        logprobs=np.zeros(len(groups)),
-        infos=[{}] * len(groups),
+        rewards=np.array([*summed(totals.tolist()), *beside]),
+        groups=np.array([*groups, *(group for group, _ in others)], dtype=np.int64),
+        samples=np.arange(count),
+        turns=np.zeros(count, dtype=np.int64),
+        logprobs=np.zeros(count),
+        infos=[{}] * count,
     )
     judged = ADVANTAGES[str(algorithm.advantage_fn)].function(
         of_step, **algorithm.advantage_fn_args

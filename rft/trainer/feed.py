@@ -55,10 +55,14 @@ class StepInput:
     experiences: list[Experience]  # rank 0 only: what the samples table shows
     groups: list[int] = field(default_factory=list)  # of every row of the step, on every rank
     updates: list[Update] = field(default_factory=list)  # none: the whole part is one
+    # (group, reward) of responses that rows are compared with on the ranks, and that are none
+    others: list[tuple[int, float]] = field(default_factory=list)
 
 
-# what every rank is told: metrics, the group of every row, updates; and the microbatches
-MadeStep = tuple[tuple[dict[str, float], list[int], list[Any]], Cut]
+# of a step: metrics, the group of every row, and what rows are compared with beside these
+Told = tuple[dict[str, float], list[int], list[tuple[int, float]]]
+# what every rank is told, updates with it; and the microbatches
+MadeStep = tuple[tuple[Told, list[Any]], Cut]
 
 
 class Feed:
@@ -116,7 +120,7 @@ class Feed:
         told = self.ranks.broadcast(told)
         if told is None:
             return None
-        metrics, groups, cut = told
+        (metrics, groups, others), cut = told
         part = self.ranks.scatter_parts(parts)
         if parts is not None:
             freed = parts.nbytes
@@ -124,7 +128,8 @@ class Feed:
             give_back(freed)
         if self.ahead:
             self.ahead.begin(step + 1)
-        return StepInput(part, metrics, experiences, groups, [Update(*one) for one in cut])
+        updates = [Update(*one) for one in cut]
+        return StepInput(part, metrics, experiences, groups, updates, others)
 
     def close(self) -> None:
         """No step will be asked for, and what the source was told is done."""
@@ -166,7 +171,7 @@ class Feed:
         """What every rank is told of the step, and its microbatches; `beside` joins the batch."""
         metrics = credit.metrics(batch.experiences, batch.step)
         batch.experiences += beside
-        (metrics, groups), rows = self._rows(batch, metrics)
+        (metrics, groups, others), rows = self._rows(batch, metrics)
         mode = str(self.algorithm.loss_agg_mode)
         if self.replays:
             metrics |= free_tokens(rows)
@@ -178,11 +183,10 @@ class Feed:
         metrics |= shared_of(parts, self.cost)
         trained = sum(nonzero(row.weight) for row in rows)
         metrics["sample/trained_tokens"] = float(trained * self.rule.epochs)
-        return (metrics, groups, [(update.bins, update.weights) for update in updates]), parts
+        cut = [(update.bins, update.weights) for update in updates]
+        return ((metrics, groups, others), cut), parts
 
-    def _rows(
-        self, batch: Batch, metrics: dict[str, float]
-    ) -> tuple[tuple[dict[str, float], list[int]], list[Row]]:
+    def _rows(self, batch: Batch, metrics: dict[str, float]) -> tuple[Told, list[Row]]:
         """What every rank is told of the step, and its rows."""
         algorithm, step = self.algorithm, batch.step
         metrics = metrics | {"sample/replayed": float(batch.replayed)}
@@ -194,6 +198,7 @@ class Feed:
             return (
                 metrics | mixing.metrics(fresh, algorithm, step) | judged.metrics,
                 judged.groups,
+                judged.others,
             ), rows
         judged = credit.judge(
             fresh,
@@ -210,7 +215,7 @@ class Feed:
             metrics |= credit.misjudged(
                 judged, str(algorithm.advantage_fn), algorithm.advantage_fn_args
             )
-        return (metrics | dropped | judged.metrics, judged.groups), rows
+        return (metrics | dropped | judged.metrics, judged.groups, judged.others), rows
 
     def _fresh(self, batch: Batch) -> tuple[list[Experience], dict[str, float]]:
         """What `sample_strategy` leaves of a batch."""

@@ -151,15 +151,19 @@ class Models:
         self.kept_vitals: dict[str, Any] | None = None
 
     def score(
-        self, part: Sequence[Packed], groups: Sequence[int] = ()
+        self,
+        part: Sequence[Packed],
+        groups: Sequence[int] = (),
+        others: Sequence[tuple[int, float]] = (),
     ) -> tuple[Sequence[Packed], dict[str, float]]:
         """`part` with what the models say of it before the step, with advantages where they need
         that, and with the tokens that the step leaves out.
 
-        `groups`: of every row of the step.
+        `groups`: of every row of the step; `others`: (group, reward) of what these are compared
+        with beside each other.
         """
         self.kl.responses = len(groups)
-        part, metrics = self._credited(part, groups)
+        part, metrics = self._credited(part, groups, others)
         correction = self.algorithm.rollout_correction
         if correction.rollout_rs != outliers.MASK:
             return part, metrics
@@ -168,7 +172,7 @@ class Models:
         return part, metrics | more
 
     def _credited(
-        self, part: Sequence[Packed], groups: Sequence[int]
+        self, part: Sequence[Packed], groups: Sequence[int], others: Sequence[tuple[int, float]]
     ) -> tuple[Sequence[Packed], dict[str, float]]:
         if recipe.needs_entropy(self.algorithm):
             logprobs, entropies = self.policy.uncertainty(part)
@@ -189,7 +193,7 @@ class Models:
         if not token_credit.is_needed(self.algorithm):
             return part, {}
         part, metrics = token_credit.credited(
-            part, self.algorithm, self._counts, self._summed, groups, self.kl.penalty.value
+            part, self.algorithm, self._counts, self._summed, groups, self.kl.penalty.value, others
         )
         return part, metrics | self.kl.after_penalty(metrics)
 

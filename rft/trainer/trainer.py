@@ -95,7 +95,7 @@ class Trainer:
             self.publisher.rest()
             self.profiler.begin(step + 1)
             with self._doing("score"):
-                part, scored = self.models.score(batch.part, batch.groups)
+                part, scored = self.models.score(batch.part, batch.groups, batch.others)
             with self._doing("train"):
                 metrics = self.models.train_step(
                     part, self.token_loss, self._before_update, batch.updates

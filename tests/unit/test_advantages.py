@@ -14,7 +14,7 @@ from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
 from rft.config import AlgorithmConfig
 from rft.data.packing import AGGREGATIONS, Cost, Packed, pack
 from rft.data.runs import expanded
-from rft.ground.experience import Experience
+from rft.ground.experience import PEERS, Batch, Experience
 from rft.trainer.feed import Feed
 from tests.unit.test_feed import Alone
 
@@ -272,7 +272,11 @@ def credited(
                 own.append(numbers)
                 return totals[len(own) - 1] if len(own) <= len(totals) else numbers
 
-            results.append(token_credit.credited(part, algorithm, True, summed, judged.groups))
+            results.append(
+                token_credit.credited(
+                    part, algorithm, True, summed, judged.groups, others=judged.others
+                )
+            )
             asked.append(own)
         if len(totals) == len(asked[0]):
             break
@@ -348,6 +352,56 @@ def test_a_penalty_comes_off_the_rewards_before_they_are_compared(name: str) -> 
         for (row, _), value in values.items():
             assert value == pytest.approx(wanted[row], abs=1e-5)
         assert len(values) == sum(sum(one.action_mask) for one in experiences)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"opmd_baseline": "logavgexp"}], ids=str)
+@pytest.mark.parametrize("name", [name for name, kind in ADVANTAGES.items() if kind.takes_penalty])
+def test_a_penalty_of_nothing_changes_nothing(name: str, arguments: dict[str, Any]) -> None:
+    """Also where peers are compared with each other only, and where a response of which no token is
+    trained (it gave up, or its end was not its own) is in the baseline of the others.
+    """
+    arguments = arguments if name == "opmd" else {}
+    judges: dict[str, Any] = {"info": {PEERS: "judge"}}
+    silent: dict[str, Any] = {"action_mask": [0, 0]}
+    experiences = [
+        *(made(reward, 0, sample) for sample, reward in enumerate((1.0, 0.0, 0.25))),
+        *(made(reward, 0, 3 + place, **judges) for place, reward in enumerate((0.9, 0.75, 0.5))),
+        made(-1.0, 0, 6, **silent),
+        made(0.125, 0, 7, **judges, **silent),
+        *(made(reward, 1, sample) for sample, reward in enumerate((1.0, 1.0))),
+        made(-1.0, 1, 2, **silent),
+    ]
+    judged = credit.judge(experiences, name, arguments)
+    algorithm = AlgorithmConfig(
+        advantage_fn=name,
+        advantage_fn_args=arguments,
+        kl_penalty_fn="k1",
+        kl_penalty_fn_args={"kl_coef": 0.0},
+    )
+    for cut in ({}, {"dp": 3, "limit": 9}):
+        values = credited(experiences, algorithm, **cut)  # type: ignore[arg-type]
+        assert {row for row, _ in values} == set(range(8)), "the trained are rows"
+        for (row, _), value in values.items():
+            assert value == pytest.approx(judged.advantages[row], abs=1e-6)
+
+
+def test_what_is_only_compared_with_reaches_the_ranks_that_compare() -> None:
+    class Group:
+        def take(self, step: int) -> Batch:
+            judge = made(0.5, 4, 1, info={PEERS: "judge"})
+            silent = made(-1.0, 4, 2, action_mask=[0, 0])
+            return Batch(step=step, experiences=[made(1.0, 4), judge, silent])
+
+    for penalty, others in (("k1", [(4, -1.0)]), ("none", [])):
+        algorithm = AlgorithmConfig(
+            algorithm_type="rloo",
+            advantage_fn="rloo",
+            loss_agg_mode="token-mean",
+            kl_penalty_fn=penalty,
+        )
+        step = Feed(Group(), Alone(), algorithm, 30, 1, Cost()).next(0, stopping=False)  # type: ignore[arg-type]
+        assert step is not None and step.others == others
+        assert step.groups[0] == 4 and step.groups[1] > 4, "a judgement has other peers"
 
 
 def test_clip_b_forgets_bad_tokens_that_would_lower_the_entropy_most() -> None:

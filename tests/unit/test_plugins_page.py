@@ -152,7 +152,7 @@ def test_sample_strategy(directory: Path) -> None:
         rank, dp = 0, 1
 
     feed = Feed(None, Alone(), algorithm, 8, 1, None)  # type: ignore[arg-type]
-    (metrics, groups), rows = feed._rows(Batch(step=3, experiences=group(0.0, 1.0, 2.0)), {})
+    (metrics, groups, _), rows = feed._rows(Batch(step=3, experiences=group(0.0, 1.0, 2.0)), {})
     assert len(rows) == len(groups) == 2 and metrics["sample/left_out"] == 1.0
 
 

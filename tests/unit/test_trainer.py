@@ -121,7 +121,7 @@ class Parts:
         self.asked.append(interval)
         return len(self.asked) % 4 == 0
 
-    def score(self, part: Any, groups: Any) -> tuple[Any, dict[str, float]]:
+    def score(self, part: Any, groups: Any, others: Any) -> tuple[Any, dict[str, float]]:
         self.note("score")
         return part, {}
 
