@@ -222,8 +222,10 @@ class Completion(Columnar, kw_only=True):
 
     def chosen(self, sampling: Sampling) -> Flags:
         """1 for every token that the policy chose; 0 where the form that was asked for left it no
-        other: that one's log-probability is 0.
+        other: that one's log-probability is 0. A greedy answer was not sampled: none is.
         """
+        if sampling.temperature == 0:
+            return np.zeros(len(self.tokens), dtype=bool)
         if not sampling.structured:
             return np.ones(len(self.tokens), dtype=bool)
         return self.logprobs != 0

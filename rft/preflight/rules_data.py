@@ -19,12 +19,15 @@ from rft.ground.errors import problems_of
 from rft.preflight.rules import SETS, Rule, Says, shown, tasksets
 from rft.preflight.rules_trainer import BUFFER, RECIPE, STRATEGY, STRATEGY_ARGS, TYPE
 from rft.rollout.environments import EnvironmentSettings
+from rft.rollout.workflows import WORKFLOWS
 from rft.trainer.feed import is_supervised
 
 BESIDE = "buffer.trainer_input.auxiliary_buffers"
 REPLAY, SERVICE = f"{BUFFER}.replay_buffer", "service.data_juicer"
 TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
 BATCH = "buffer.train_batch_size"
+# workflows of ours whose temperature is not, or need not be, the taskset's
+OWN_SAMPLING = ("agent", "environment", "math_eval")
 EVAL = "@eval"  # behind the name of an evaluation set that another part of the run has
 
 
@@ -82,6 +85,20 @@ def _sampling(c: Config) -> Iterator[str]:
                 f"{key}.max_tokens={args.max_tokens}: a response and its prompt must fit "
                 f"model.max_model_len={longest}; "
                 f"give 1 to {longest - 1}, or leave it out for model.max_response_tokens"
+            )
+
+
+def _greedy(c: Config) -> Iterator[str]:
+    """An answer that was not sampled is not trained; who asks by himself may say otherwise."""
+    for key, taskset, is_eval in tasksets(c):
+        flow = taskset.default_workflow_type
+        if is_eval or flow not in WORKFLOWS or flow in OWN_SAMPLING:
+            continue
+        if taskset.rollout_args.temperature == 0:
+            yield (
+                f"{key}.rollout_args.temperature=0 for tasks that are trained on: the likeliest "
+                "tokens are no sample of the policy, and nothing is learned from them; give a "
+                "number greater than 0, or leave it out for 1 (eval_tasksets may be greedy)"
             )
 
 
@@ -149,6 +166,12 @@ TASKSETS = (
         "buffer.explorer_input.eval_tasksets: mode=bench needs at least one",
     ),
     Rule(f"{TASKSET}.rollout_args model.max_model_len", _sampling, reads=SETS),
+    Rule(
+        f"{TASKSET}.rollout_args mode {TYPE}",
+        _greedy,
+        reads=SETS,
+        applies=lambda c: c.mode in TRAINING and not is_supervised(c.algorithm),
+    ),
     Rule(f"{TASKSET}.workflow_args", _agents, reads=SETS),
     Rule(f"{TASKSET}.workflow_args", _environments, reads=SETS),
 )

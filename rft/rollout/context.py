@@ -410,7 +410,7 @@ def recorded(prompt: list[int], made: Completion, sampling: Sampling) -> Experie
         prompt_length=len(prompt),
         logprobs=made.logprobs,
         versions=made.versions,
-        action_mask=made.chosen(sampling) & (sampling.temperature > 0),
+        action_mask=made.chosen(sampling),
         temperature=sampling.temperature or 1.0,
         stop=made.stop,
         routed_experts=made.routed_experts,

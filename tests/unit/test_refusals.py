@@ -383,6 +383,12 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ),
     (f"{TASKSET}.format.response_key=label", "response_key", "label"),
     (f"{TASKSET}.repeat_times=3", f"{TASKSET}.repeat_times", "set only the latter"),
+    (f"{TASKSET}.rollout_args.temperature=0", f"{TASKSET}.rollout_args.temperature=0", "leave it"),
+    (
+        f"algorithm.algorithm_type=remax {TASKSET}.rollout_args.temperature=0.0",
+        f"{TASKSET}.rollout_args.temperature=0",
+        "greater than 0",
+    ),
     (f"{TASKSET}.rollout_args.temperature=-0.1", f"{TASKSET}.rollout_args.temperature", "or more"),
     (f"{TASKSET}.rollout_args.top_p=0", f"{TASKSET}.rollout_args.top_p", "at most 1"),
     (f"{TASKSET}.rollout_args.top_p=1.1", f"{TASKSET}.rollout_args.top_p", "at most 1"),
@@ -888,6 +894,24 @@ def test_refused(
     assert key in said and fix in said, said
     assert len(said.splitlines()) == 1
     assert not list(tmp_path.rglob("resolved.yaml")), "nothing has begun"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"{TASKSET}.rollout_args.temperature=0", f"{TASKSET}.default_workflow_type=math_eval"],
+        [f"{TASKSET}.rollout_args.temperature=0", "mode=explore"],
+        [
+            "buffer.explorer_input.eval_tasksets=[{name:a,path:EVAL,format:{prompt_type:plaintext},"
+            "rollout_args:{temperature:0}}]"
+        ],
+    ],
+)
+def test_greedy_answers_are_taken_where_nobody_learns_from_them(
+    base: DictConfig, assets: Path, tmp_path: Path, words: list[str]
+) -> None:
+    words = [word.replace("EVAL", str(assets / "eval.jsonl")) for word in words]
+    train.prepared_stages(changed(base, [f"checkpoint_root_dir={tmp_path}", *words]))
 
 
 @pytest.fixture(scope="module")

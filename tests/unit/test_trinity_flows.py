@@ -164,17 +164,19 @@ def test_a_row_of_tool_calls_is_shown_and_scored() -> None:
         made(task("tool_call", raw=row), call)
 
 
-def test_thinking_ends_with_its_budget() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_thinking_ends_with_its_budget(temperature: float) -> None:
     args = {"thinking_token_budget": 4}
-    sampling = Sampling(max_tokens=20)
+    sampling = Sampling(max_tokens=20, temperature=temperature)
     of = task("thinking_budget", truth="long</think>42", sampling=sampling, workflow_args=args)
     [one], context = made(of, "long", "42" + END)
     assert [request.sampling.max_tokens for request in context.asked] == [4, 16]
     added = len("</think>")
-    assert one.action_mask.tolist() == [1] * 4 + [0] * added + [1] * 3
+    chosen = int(temperature > 0)
+    assert one.action_mask.tolist() == [chosen] * 4 + [0] * added + [chosen] * 3
     assert TOKENIZER.decode(one.response_ids).startswith("long</think>42")
     [one], context = made(of, "ok" + END)
-    assert len(context.asked) == 1 and all(one.action_mask)
+    assert len(context.asked) == 1 and all(one.action_mask) is bool(chosen)
 
 
 def test_a_rating_is_a_share_of_nine() -> None:

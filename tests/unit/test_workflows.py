@@ -5,9 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from rft.algorithm import credit
 from rft.config import ConfigError
 from rft.ground.experience import (
     Completion,
@@ -20,6 +22,7 @@ from rft.ground.experience import (
 )
 from rft.rollout import workflows
 from rft.rollout.reward_worker import RewardResult
+from rft.rollout.workflows.dialogue import Dialogue
 
 
 class FakeContext:
@@ -109,6 +112,23 @@ def test_a_greedy_response_has_a_reward_and_no_token_to_train_on() -> None:
     (found,) = asyncio.run(workflows.greedy(task(4), ctx))
     assert [(n, sampling) for _, n, sampling in ctx.generated] == [(1, Sampling(temperature=0.0))]
     assert (found.reward, list(found.action_mask), found.info) == (2, [0, 0], {"baseline": True})
+
+
+def test_a_greedy_answer_was_not_sampled_and_is_not_trained() -> None:
+    """It has its reward, and a temperature that the trainer can divide by."""
+    of = msgspec.structs.replace(task(2), sampling=Sampling(temperature=0.0))
+    first, second = run(of, FakeContext([completion("42"), completion("hang", stop="length")]))
+    assert (first.reward, first.temperature, second.temperature) == (2, 1.0, 1.0)
+    assert not first.action_mask.any() and len(first.action_mask) == 2
+    assert credit.rows(credit.judge([first, second], "grpo", {}), "token-mean") == []
+
+    talk = Dialogue(of, [1, 2], 0)
+    talk.say(completion("4"))
+    talk.hear([7, 8])
+    talk.say(completion("2!"))
+    whole = talk.whole()
+    assert whole.action_mask.tolist() == [0] * 5 and whole.temperature == 1.0
+    assert talk.said == 3, "a length that is scored counts what is not trained, too"
 
 
 def test_a_prompt_that_is_too_long_is_not_scored() -> None:

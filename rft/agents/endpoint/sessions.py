@@ -71,15 +71,11 @@ class Line:
         return next((call.temperature for call in self.calls if call.temperature > 0), None)
 
     def add(self, prompt: Sequence[int], made: Completion, call: ModelCall, chosen: Flags) -> None:
-        """`prompt` begins with all tokens of this line.
-
-        A greedy answer was not sampled, and is not trained.
-        """
+        """`prompt` begins with all tokens of this line."""
         between = prompt[len(self.tokens) :] if self.calls else ()
         at = len(self.tokens) + len(between) - self.prompt_length
         self.tokens += [*between, *made.ids]
-        trained = (chosen & (call.temperature > 0)).tolist()
-        self.action_mask += [0] * len(between) + trained
+        self.action_mask += [0] * len(between) + chosen.tolist()
         self.logprobs += [0.0] * len(between) + made.logprobs.tolist()
         self.versions += [
             VersionSpan(version=s.version, start=s.start + at, end=s.end + at)

@@ -53,14 +53,16 @@ def experience(
     sample: int = 0,
     turn: int = 0,
 ) -> Experience:
-    """One experience of one turn; `result` None: there was nothing to score."""
+    """One experience of one turn; `result` None: there was nothing to score. A greedy answer is not
+    trained, and any temperature fits it.
+    """
     made = Experience(
         tokens=behind(prompt, completion.tokens),
         prompt_length=len(prompt),
         action_mask=completion.chosen(task.sampling),
         logprobs=completion.logprobs,
         versions=completion.versions,
-        temperature=task.sampling.temperature,
+        temperature=task.sampling.temperature or 1.0,
         stop=completion.stop,
         sample=sample,
         turn=turn,
@@ -138,6 +140,11 @@ class Dialogue:
         self.turns: list[Experience] = []
         self.stop = "stop"
         self.routes: RoutedExperts | None = None
+
+    @property
+    def said(self) -> int:
+        """Tokens of the model, trained or not."""
+        return sum(turn.response_length for turn in self.turns)
 
     def say(self, made: Completion) -> None:
         """The model's turn."""
@@ -254,7 +261,7 @@ class MultiTurn:
     async def finished(self, talk: Dialogue, answer: str) -> list[Experience]:
         result = await self.rewarding(answer)
         if result is None:
-            (result,) = await self.ctx.score(self.task, [answer], [sum(talk.mask)])
+            (result,) = await self.ctx.score(self.task, [answer], [talk.said])
         made = talk.turns if self.per_turn else [talk.whole()]
         turns = {"turns": float(len(talk.turns))}
         return [self.told(rewarded(one, result), turns) for one in made]

@@ -205,7 +205,7 @@ class ThinkingBudget(SingleTurn):
             task.sampling, max_tokens=max(1, min(budget, task.sampling.max_tokens))
         )
         await self.said(talk, ctx, first)
-        left = task.sampling.max_tokens - sum(talk.mask)
+        left = task.sampling.max_tokens - talk.said
         if talk.stop == "length" and left > 0:
             if end not in ctx.decode(talk.ids[len(prompt) :]):
                 talk.add(ctx.tokens(end))
