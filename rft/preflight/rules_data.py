@@ -168,9 +168,8 @@ TASKSETS = (
     Rule(f"{TASKSET}.rollout_args model.max_model_len", _sampling, reads=SETS),
     Rule(
         f"{TASKSET}.rollout_args mode {TYPE}",
-        _greedy,
+        lambda c: _greedy(c) if c.mode in TRAINING and not is_supervised(c.algorithm) else (),
         reads=SETS,
-        applies=lambda c: c.mode in TRAINING and not is_supervised(c.algorithm),
     ),
     Rule(f"{TASKSET}.workflow_args", _agents, reads=SETS),
     Rule(f"{TASKSET}.workflow_args", _environments, reads=SETS),

@@ -26,6 +26,7 @@ ELSE = {  # what is wrong first is said of another key now
     ("stages", "[{zz:1}]"),
     ("+buffer.trainer_input.auxiliary_buffers", "{zz:1}"),
     ("buffer.trainer_input.auxiliary_buffers.sft_dataset.storage_type", "zz"),
+    *(("algorithm.kl_penalty_fn", name) for name in ("k1", "k2", "abs")),  # fewer are advised
 }
 MENDED = {("buffer.explorer_input.taskset.rollout_args.temperature", "0")}  # was taken, and trained
 
