@@ -9,6 +9,7 @@ these hold that version.
 import asyncio
 import random
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 from rft.ground import rounds
@@ -71,15 +72,14 @@ class Sampler:
         hear: Callable[[int, list[list[int]]], None],
     ):
         self.chance, self.pool, self.failing = chance, pool, failing
-        self.turns, self.hear = turns, hear
+        self.turns, self.hear, self.starts = turns, hear, count()
 
-    async def run(
-        self, group: int, task: Task, holds: int, answers: GroupAnswers
-    ) -> list[Experience]:
+    async def run(self, group: int, task: Task, answers: GroupAnswers) -> list[Experience]:
         turns: list[Completion] = []
+        start = next(self.starts)
         for turn in range(self.turns):
             prompt = [1, *(token for made in turns for token in made.ids)]
-            name = f"{group}/{holds}/{turn}"
+            name = f"{group}/{start}/{turn}"
             request = GenerateRequest(request_id=name, prompt=prompt, sampling=task.sampling)
             turns += await answers.complete(self.pool, "run", request, ahead=turn > 0)
         if self.turns > 1:
