@@ -175,13 +175,15 @@ def checked(config: Config) -> None:
 
 def rename_if_taken(raw: DictConfig) -> None:
     """continue_from_checkpoint=false never writes into an earlier run: the run gets a time in its
-    name (row A13).
+    name (row A13). The same launch has the same run, whichever of its starts this is.
     """
     directory = Path(raw.checkpoint_root_dir) / raw.project / raw.name
     taken = directory.is_dir() and any(directory.iterdir())
     key = "continue_from_checkpoint"
     if taken and not configs.converted(key, raw[key]):
-        raw.name = f"{raw.name}_{datetime.now():%Y%m%d%H%M%S}"
+        from rft.run import owners
+
+        raw.name = owners.own_run(directory) or f"{raw.name}_{datetime.now():%Y%m%d%H%M%S}"
 
 
 if __name__ == "__main__":

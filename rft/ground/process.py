@@ -242,6 +242,19 @@ def await_end(pid: int, deadline_s: float | None = None) -> bool:
         os.close(descriptor)
 
 
+def identity(pid: int) -> str:
+    """A process that lives, by its number and when it began: numbers come again. The same after an
+    exec; empty for one that has ended.
+
+    Linux only.
+    """
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        # behind the name, which may have spaces: proc(5), fields 3 (state) and 22 (starttime)
+        told = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return "" if told[0] in "ZX" else f"{pid}-{told[19]}"
+    return ""
+
+
 def launcher() -> int:
     """Process number of the torchrun that has started this rank and may start it again, else 0."""
     return os.getppid() if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 else 0

@@ -97,6 +97,8 @@ def join(raw: DictConfig, prepared: Prepared, check: Check) -> int:
         return told.code
     os.environ.update(told.environment)
     have_config(Path(told.resolved), told.config)
+    if number and os.environ["LOCAL_RANK"] == "0":
+        owners.note_launch(configs.load(told.resolved))
     beside = watcher = None
     if number == 0 and told.sidecar:
         beside = sidecar.Sidecar(Path(told.resolved).parent)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from rft.config import Config, ConfigError, job_dir
-from rft.ground import durable
+from rft.ground import durable, process
 from rft.run import launch, owners
 
 HOLDS = """
@@ -126,3 +126,65 @@ def test_a_file_system_without_locks_is_said_with_what_works(
         monkeypatch.setattr(durable.fcntl, "flock", flock)
         with pytest.raises(ConfigError, match=rf"{why}.*Lustre: -o flock; NFS: version 4"):
             owners.hold(config(tmp_path))
+
+
+STARTED = """
+import sys
+from pathlib import Path
+from omegaconf import OmegaConf
+from rft.config import Config
+from rft.run import owners
+from rft.train import rename_if_taken
+raw = OmegaConf.create(
+    dict(checkpoint_root_dir=sys.argv[1], project="rft", name="a", continue_from_checkpoint=False)
+)
+rename_if_taken(raw)
+print(raw.name, owners.own_run(Path(sys.argv[1]) / "rft" / "a"), flush=True)
+owners.hold(Config(**raw))
+"""
+
+
+def started(root: Path, **environment: str) -> list[str]:
+    """The name that one start of ranks gives its run, and what was its own before."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED, str(root)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+def test_a_launch_that_begins_anew_has_one_run_whatever_starts_its_ranks_again(
+    tmp_path: Path,
+) -> None:
+    """This process is a torchrun; a plain start is a launch of its own, and begins another."""
+    (tmp_path / "rft" / "a" / "checkpoints").mkdir(parents=True)  # of an earlier run
+    (begun,) = started(tmp_path, TORCHELASTIC_RUN_ID="rft")
+    assert begun.startswith("a_2")
+    assert started(tmp_path, TORCHELASTIC_RUN_ID="rft") == [begun, begun]
+    assert len(started(tmp_path)) == 1
+
+
+def test_a_later_stage_and_a_job_put_back_into_the_queue_are_of_the_run_they_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tmp_path / "rft" / "a"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name in ("a", "a_20260101000000", "a_b"):
+        owners.hold(Config(name=name, checkpoint_root_dir=str(tmp_path)))
+    assert owners.own_run(first) == ""
+    anew = Config(name="a_20260101000000", checkpoint_root_dir=str(tmp_path))
+    anew.continue_from_checkpoint, anew.stage_name = False, "sft"
+    owners.note_launch(anew)
+    assert owners.own_run(first) == anew.name  # the same process, after its exec
+
+    monkeypatch.setattr(process, "identity", lambda pid: f"{pid}-other")
+    assert owners.own_run(first) == "", "another command of the same allocation"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert owners.own_run(first) == anew.name
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert owners.own_run(first) == ""
