@@ -94,8 +94,8 @@ def composed(raw: DictConfig) -> float | None:
 
 
 def run(raw: DictConfig) -> int:
-    """Check everything, then run all stages in order and the recipe's
-    closing function; returns the exit code.
+    """Check everything, then run all stages in order and the recipe's closing function; returns the
+    exit code.
     """
     from rft.preflight.rules_data import notes
     from rft.preflight.rules_machine import warnings
@@ -107,10 +107,7 @@ def run(raw: DictConfig) -> int:
     for stage in stages:
         for line in notes(stage):
             print(f"rft: {line}", file=sys.stderr)
-    code = launch.run_stages(stages, checked)
-    if code == 0 and stages[0].finish:
-        imported(stages[0].finish)(stages)
-    return code
+    return launch.run_stages(stages, checked)
 
 
 def started_stages(raw: DictConfig, told: Sequence[Problem] = ()) -> list[Config]:

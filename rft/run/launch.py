@@ -7,9 +7,10 @@
                           launcher that was killed is started again
 
 In: filled and checked stage configs. Out: exit code 0, or one message that names part, phase and
-cause and that part's exit code. Ranks come and go, it outlives them. Invariant: whatever way a
-stage ends, no process that it started is left after `shutdown_grace_s`; a second start of the same
-role in the same directory (`rft.run.owners`) touches nothing.
+cause and that part's exit code. Ranks come and go, it outlives them. Invariants: a signal ends the
+run, whichever stage hears it; whatever way a stage ends, no process that it started is left after
+`shutdown_grace_s`; a second start of the same role in the same directory (`rft.run.owners`) touches
+nothing.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from rft.checkpoint import fence
 from rft.config import Config, ConfigError, is_remote
 from rft.ground import scratch, surroundings
 from rft.ground.device import quiet_environment, thread_environment
+from rft.ground.plugins import imported
 from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
 from rft.run import owners, recovery
@@ -61,8 +63,8 @@ RANKS_SHARE = 0.7  # of the grace period: ranks save a checkpoint, actors only c
 
 
 def run_stages(stages: list[Config], check: Callable[[Config], None]) -> int:
-    """Run the stages in order, each from the model that the one before exported; finished ones are
-    skipped.
+    """Run the stages in order, each from the model that the one before exported, and the recipe's
+    closing function after the last; finished ones are skipped.
 
     `check` refuses a config that cannot run (`rft.preflight`): asked once more for what a stage
     only has when it begins.
@@ -81,10 +83,15 @@ def run_stages(stages: list[Config], check: Callable[[Config], None]) -> int:
                     config = ready(stages, index, check)
                     if config.mode == "bench" or config.explorer.version is not None:
                         check_exports(config)
-                    StageRun(config, events).run()
+                    stage = StageRun(config, events)
+                    stage.run()
             except StageFailed as error:
                 print(f"rft: {error}", file=sys.stderr, flush=True)
                 return error.code
+            if stage.is_told_to_end and stages[index + 1 :]:
+                return 0
+    if stages[0].finish:
+        imported(stages[0].finish)(stages)
     return 0
 
 
@@ -100,10 +107,11 @@ class StageRun:
         self.scratch: scratch.Scratch | None = None
         self._stopping = threading.Lock()  # nobody starts ranks while somebody ends them
         self._stopped = False
+        self.is_told_to_end = False  # a service, by a signal: its good end
 
     def run(self) -> None:
-        """Raises StageFailed unless the stage did all of its work;
-        ConfigError if it cannot even begin.
+        """Raises StageFailed unless the stage did all of its work, or is a service that was
+        stopped; ConfigError if it cannot even begin.
         """
         config = self.config
         scratch.sweep()  # of runs that were killed
@@ -185,22 +193,30 @@ class StageRun:
 
     def _wait(self) -> None:
         event = self.supervisor.first_event()
-        if event.signal and self.config.mode == "serve":  # how a service ends
-            say(
-                f"stopped by {signal.Signals(event.signal).name}; what got its reward is in "
-                f"{self.job / 'buffer'}"
-            )
-        elif event.signal:
-            left = self._stop_ranks()
-            name = signal.Signals(event.signal).name
-            raise StageFailed(
-                128 + event.signal,
-                f"stopped by {name}{left}; run the same command again to go on from {self.job}",
-            )
-        if event.cause:
+        if event.signal:
+            self._stop(signal.Signals(event.signal))
+        elif event.cause:
             message = failure(event, self.log_dir)
             log.error("%s\nlast metrics: %s", message, last_line(self.job / "metrics.jsonl"))
             raise StageFailed(EXIT_CODES[kind(event)], message)
+
+    def _stop(self, number: signal.Signals) -> None:
+        """Raises StageFailed, but for a service, which ends like this.
+
+        By SIGUSR1 it fails too: launch/slurm.sh puts a job that has into the queue again.
+        """
+        told = f"stopped by {number.name}"
+        if self.config.mode == "serve":
+            told += f"; what got its reward is in {self.job / 'buffer'}"
+            if number != signal.SIGUSR1:
+                say(told)
+                self.is_told_to_end = True
+                return
+        else:
+            told += self._stop_ranks()
+        raise StageFailed(
+            128 + number, f"{told}; run the same command again to go on from {self.job}"
+        )
 
     def _stop_ranks(self) -> str:
         """A clean end: ranks save at their step boundary.

@@ -1,10 +1,12 @@
 """Stages: what one inherits, which model it begins with, what cannot be handed over, and that a
-failed one ends the run.
+failed one, or a signal, ends the run.
 """
 
 import json
 import logging
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from rft import config as configs
 from rft import preflight
 from rft.config import Config, ConfigError
 from rft.run import launch, stages
+from rft.run.supervisor import Event
 
 GLOBAL = {
     "name": "run",
@@ -231,3 +234,47 @@ def test_a_failed_stage_ends_the_run_with_its_code(
     assert told.err == "rft: engine_0 failed while decoding: gone\n" and told.out.startswith(
         "s0: already finished"
     )
+
+
+@pytest.mark.parametrize(
+    ("mode", "number", "code"),
+    [
+        ("serve", signal.SIGTERM, 0),
+        ("serve", signal.SIGINT, 0),
+        ("serve", signal.SIGUSR1, 138),  # launch/slurm.sh puts such a job back into the queue
+        ("explore", signal.SIGTERM, 143),
+        ("explore", signal.SIGUSR1, 138),
+    ],
+)
+def test_a_signal_ends_the_run_and_not_its_stage_alone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    own_logging: None,
+    mode: str,
+    number: signal.Signals,
+    code: int,
+) -> None:
+    """A closing function is for runs whose stages have all come to their end."""
+    found = staged(tmp_path, {"mode": mode}, {})
+    began: list[Any] = []
+
+    def run(stage: launch.StageRun) -> None:
+        began.append(stage.config.stage_name)
+        event = Event("user", signal=number)
+        stage.supervisor = SimpleNamespace(  # type: ignore[assignment]
+            first_event=lambda: event, is_ready=True
+        )
+        stage._wait()
+
+    monkeypatch.setattr(launch.StageRun, "run", run)
+    found[0].finish = "recipe:close"
+    monkeypatch.setattr(launch, "imported", lambda name: began.append)
+    assert launch.run_stages(found, preflight.check) == code and began == ["s0"]
+    told = capsys.readouterr()
+    assert f"stopped by {number.name}" in (told.err if code else told.out)
+
+    if mode == "serve":
+        began.clear()
+        assert launch.run_stages(found[:1], preflight.check) == code
+        assert began == ["s0"] + [found[:1]] * (code == 0), "the last stage has come to its end"
