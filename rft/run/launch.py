@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from rft import config as configs
 from rft.checkpoint import fence
-from rft.config import Config, ConfigError, is_remote
+from rft.config import TRAINING, Config, ConfigError, is_remote
 from rft.ground import scratch, surroundings
 from rft.ground.device import quiet_environment, thread_environment
 from rft.ground.plugins import imported
@@ -140,7 +140,7 @@ class StageRun:
         self.supervisor.guard()
         if not reads_files(self.config) and not self.supervisor.start():
             return
-        if self.config.mode in ("both", "train"):
+        if self.config.mode in TRAINING:
             self._start_ranks()
 
     def _start_ranks(self) -> None:
@@ -248,13 +248,13 @@ class StageRun:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.ranks.pid, signal.SIGKILL)
             self.ranks.wait()
-        control = fence.control_dir(self.job)
-        fence.end_rest(control)
+        if self.config.mode in TRAINING:
+            fence.end_rest(fence.control_dir(self.job))
         self.supervisor.close(
             self.config.shutdown_grace_s * (1 - RANKS_SHARE),
-            spare=lambda: map(fence.holder, fence.living_agents(control)),
+            spare=lambda: map(fence.holder, self._agents()),
         )
-        if alive := fence.living_agents(control):
+        if alive := self._agents():
             numbers = ", ".join(str(fence.holder(path)) for path in alive)
             say(
                 f"rft: checkpoint agent(s) {numbers} still write what was staged, and end by "
@@ -263,6 +263,13 @@ class StageRun:
         elif self.scratch is not None:  # else the next start removes it
             self.scratch.remove()
         scratch.sweep()  # of the actors
+
+    def _agents(self) -> list[Path]:
+        """Checkpoint agents of this stage that live; one that does not train has none, and those in
+        its directory are of a trainer that goes on.
+        """
+        trains = self.config.mode in TRAINING
+        return fence.living_agents(fence.control_dir(self.job)) if trains else []
 
 
 def last_line(path: Path) -> str:
@@ -292,7 +299,7 @@ def describe(config: Config) -> str:
             f"{config.model.tinker.base_model} at a Tinker service",
             f"{config.trainer.total_steps} steps",
         ]
-    elif config.mode in ("both", "train"):
+    elif config.mode in TRAINING:
         parts += [
             f"{config.trainer.num_ranks} trainer rank(s) ({layout})",
             f"{config.trainer.total_steps} steps",

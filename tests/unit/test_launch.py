@@ -1,5 +1,5 @@
 """How a stage ends: which of several failures is the cause, what a killed rank's peers do not hide,
-and that nobody is left.
+that nobody is left, and who is none of its business.
 """
 
 import json
@@ -15,6 +15,7 @@ import pytest
 import ray
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from rft.checkpoint import fence
 from rft.config import Config
 from rft.ground.errors import REFUSED
 from rft.run import actors, cluster, elastic, launch, modes, supervisor
@@ -334,6 +335,30 @@ def test_every_mode_starts_its_parts_and_no_others(
     if begun is not None:
         alone._begin()
         assert asked == begun
+
+
+@pytest.mark.parametrize("mode", ["both", "train", "explore", "serve", "bench"])
+def test_the_agents_of_a_trainer_outlive_whoever_works_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    """Told that nobody comes, or named as what is left, only by the supervisor of their ranks."""
+    said = list[str]()
+    monkeypatch.setattr(launch, "say", said.append)
+    config = Config(name="a", mode=mode, checkpoint_root_dir=str(tmp_path), shutdown_grace_s=1.0)
+    stage, trains = launch.StageRun(config, queue.SimpleQueue()), mode in ("both", "train")
+    control = fence.control_dir(stage.job)
+    epoch = fence.take_epoch(control)
+    (control / "states").mkdir()
+    spared = list[int]()
+    stage.supervisor = SimpleNamespace(  # type: ignore[assignment]
+        close=lambda grace_s, spare: spared.extend(spare())
+    )
+    agent = fence.hold(fence.lock_path(control, epoch, 0))
+    stage._close()
+    os.close(agent)
+    assert fence.is_over(control, epoch) == trains
+    assert spared == [os.getpid()] * trains
+    assert bool(said) == trains and all("still write what was staged" in line for line in said)
 
 
 def test_actors_are_in_the_namespace_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
