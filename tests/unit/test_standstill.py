@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rft.ground.process import identity
 from rft.run import sidecar, standstill
 from rft.run.standstill import Looks, Standstill, stopped_parts
 
@@ -106,7 +107,7 @@ def test_a_sidecar_that_stays_stopped_is_ended(
     monkeypatch.setattr(sidecar, "LOOK_S", 0.02)
     ends: queue.SimpleQueue[int] = queue.SimpleQueue()
     monkeypatch.setattr(sidecar.os, "_exit", ends.put)
-    (tmp_path / sidecar.RECORD).write_text(json.dumps({"pid": stopped.pid}))
+    (tmp_path / sidecar.RECORD).write_text(json.dumps({"process": identity(stopped.pid)}))
     sidecar.Sidecar(tmp_path)
     assert ends.get(timeout=PATIENCE_S) == 1
     assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
