@@ -253,6 +253,7 @@ class Staging:
         self._missing: dict[str, int] = {}  # elements, of tensors that have begun to arrive
         self._buckets: Counter[int] = Counter()  # of a stream, that are good
         self._making = threading.Lock()
+        self._is_over = False
         if kept:
             self._make_all()
 
@@ -271,10 +272,18 @@ class Staging:
         """
         if not self.kept and not self._room[stream].acquire(timeout=self.timeout):
             raise TimeoutError(f"no bucket of stream {stream} was installed for {self.timeout:g} s")
+        if not self.kept and self._is_over:
+            raise RuntimeError("nobody takes what comes in this round any more")
 
     def release(self, stream: int) -> None:
         if not self.kept:
             self._room[stream].release()
+
+    def give_up(self) -> None:
+        """Nobody takes what comes any more: who waits for that hears of it."""
+        self._is_over = True
+        for stream in range(len(self.streams)):
+            self.release(stream)
 
     def arrived(self, stream: int, number: int) -> Iterator[tuple[str, torch.Tensor]]:
         """A bucket is good: the tensors that it completes."""

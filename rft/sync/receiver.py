@@ -13,12 +13,14 @@ Each stream comes from the trainer rank that owns it, or from the engine before 
 takes only its part of the streams (`rft.sync.plan`); the tensors have their whole shape all the
 same, and what is not there cannot be read (`rft.sync.loading`). Invariants: a tensor is handed out
 only when all its bytes have come and their checksums fit; whatever a receiving thread meets is
-raised to the consumer; after a failed round every wire is closed.
+raised to the consumer; after a failed round every wire is closed, and nothing that belongs to it
+writes into the memory of a later one.
 """
 
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -52,6 +54,7 @@ from rft.sync.relay import SILENCE_S, Relay
 
 log = logging.getLogger(__name__)
 TRIES = 3  # of one bucket: a bit may flip on the way, a faulty machine flips them all
+ENDS_S = 10.0  # for threads whose wires are closed; decoding has the cores first
 
 
 class Receiver:
@@ -146,8 +149,8 @@ class Receiver:
 
     def _seat(self) -> GroupSeat | None:
         """None where this engine takes everything from the trainer."""
-        assert self._info is not None
-        return self._info.seats[self.worker] if self._info.seats else None
+        seats = self._connected().seats
+        return seats[self.worker] if seats else None
 
     def _is_taken(self, index: int) -> bool:
         """Whether a wire brings stream `index` here; if not, a group does."""
@@ -185,10 +188,15 @@ class Receiver:
         """Bytes of one round."""
         return sum(part.payload for part in self._parts)
 
+    def _connected(self) -> TrainerInfo:
+        if (info := self._info) is None:
+            raise RuntimeError("no weight streams are connected")
+        return info
+
     def check(self, coming: Round) -> None:
         """Refuse a round of another plan or epoch before any byte of it is taken."""
-        if self.plan is None or self._info is None:
-            raise RuntimeError("no weight streams are connected")
+        self._connected()
+        assert self.plan is not None
         if coming.digest != self.plan.digest:
             raise ValueError(
                 f"round follows plan {coming.digest}, this engine was connected with "
@@ -204,6 +212,7 @@ class Receiver:
 
         It lies in memory that the next `stage` overwrites.
         """
+        self._connected()
         assert self._kept is not None, "connected for direct rounds"
         if self._base is None or self.make_link is not None:
             self.changed = None  # nothing is known of what is not compared with a version here
@@ -245,22 +254,37 @@ class Receiver:
         inbox: queue.SimpleQueue[tuple[int, int] | Exception] = queue.SimpleQueue()
         self.again, self._came = 0, [0] * len(self._parts)
         staging.begin()
-        names = [wire.name for wire in self._wires]  # `close` may drop them meanwhile
+        wires, links = self._wires, self._links
+        info = self._connected()  # so these are all of them, whoever closes them meanwhile
+        ends = list(zip(wires, links, strict=True))
+        names = [wire.name for wire in wires]
         threads = [
             NamedThread(
                 target=self._receive,
-                args=(version, index, staging, inbox, base),
+                args=(version, index, *end, staging, inbox, base),
                 name=f"stream-{index}",
                 daemon=True,
             )
-            for index in range(len(self._parts))
+            for index, end in enumerate(ends)
         ]
-        if self.make_link is not None and self._seat() is not None:
+        if self.make_link is not None and info.seats:
             names = [f"trainer rank {part.stream.rank}" for part in self._parts]
             arguments = (version, staging, inbox)
             threads = [NamedThread(target=self._pass, args=arguments, name="group", daemon=True)]
+        try:
+            for thread in threads:
+                thread.start()
+            yield from self._taken(version, staging, inbox, names)
+        except BaseException:  # or nobody reads on
+            self._end(info, staging, threads)
+            raise
         for thread in threads:
-            thread.start()
+            thread.join()  # its last word is said before the first one of another round
+
+    def _taken(
+        self, version: int, staging: Staging, inbox: "queue.SimpleQueue[Any]", names: list[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the threads of a round bring. `names`: whom they bring it from."""
         for number in range(sum(len(part.stream.buckets) for part in self._parts)):
             try:
                 arrived = inbox.get(timeout=self.timeout)
@@ -273,8 +297,21 @@ class Receiver:
                 raise arrived
             yield from staging.arrived(*arrived)
         staging.check_complete()
-        for thread in threads:
-            thread.join()  # its last word is said before the first one of another round
+
+    def _end(self, info: TrainerInfo, staging: Staging, threads: list[NamedThread]) -> None:
+        """A round by the wires of `info` has failed: none of its threads writes where a later one
+        does, for they have ended, or the memory is left to them.
+        """
+        if self._info is info:
+            self.close()
+        staging.give_up()
+        until = time.monotonic() + ENDS_S
+        for thread in (one for one in threads if one.is_alive()):
+            thread.join(max(0.0, until - time.monotonic()))
+        if late := [thread.name for thread in threads if thread.is_alive()]:
+            log.warning("%s did not end in %g s: their memory is given up", late, ENDS_S)
+            if self._kept is staging:
+                self._kept = None
 
     def _what_is_there(self, version: int, staging: Staging, number: int) -> str:
         streams = self._streams()
@@ -288,6 +325,8 @@ class Receiver:
         self,
         version: int,
         index: int,
+        wire: PeerConnection,
+        link: BucketLink | None,
         staging: Staging,
         inbox: "queue.SimpleQueue[Any]",
         base: int | None,
@@ -296,9 +335,8 @@ class Receiver:
         bucket, or of what ended the stream.
         """
         enter_thread(self.device)
-        take = partial(self._take, version, index)
+        take = partial(self._take, version, index, wire)
         try:
-            wire, link = self._wires[index], self._links[index]
             if link is not None:
                 take = partial(self._take_packed, version, index, wire, link, self._besides[index])
             wire.send_record({"version": version, "base": base})
@@ -410,12 +448,13 @@ class Receiver:
         self,
         version: int,
         index: int,
+        wire: PeerConnection,
         wanted: list[int],
         staging: Staging,
         inbox: "queue.SimpleQueue[Any]",
     ) -> set[int]:
         """Buckets from the wire, each piece into its place; returns those whose checksum fits."""
-        part, wire, good = self._parts[index], self._wires[index], set()
+        part, good = self._parts[index], set()
         theirs = bytearray(CHECKSUM_BYTES)
         for number in wanted:
             head = msgspec.convert(told(wire), BucketHead)
@@ -428,7 +467,8 @@ class Receiver:
             if theirs == ours:
                 good.add(number)
                 if self.relay is not None:
-                    self.relay.good(index, number, Told(ours, head.base, bytes(delta)))
+                    told_of = Told(ours, head.base, bytes(delta))
+                    self.relay.good(index, number, told_of, staging)
                 inbox.put((index, number))
             else:
                 staging.release(index)
@@ -531,11 +571,12 @@ class Receiver:
 
     def close(self) -> None:
         """Drop all wires; senders that still send notice at once. Only `connect` can follow."""
+        self._info = None  # first: who sees it has seen all wires
         wires, self._wires, links, self._links = self._wires, [], self._links, []
         for wire in wires:
             wire.close()
         for link in filter(None, links):
             link.close()
-        passing, self._passing, self._info = self._passing, None, None
+        passing, self._passing = self._passing, None
         if passing is not None:
             passing.group.close()

@@ -118,9 +118,13 @@ class Relay:
             self._good.clear()
             self._changed.notify_all()
 
-    def good(self, place: int, number: int, told: Told) -> None:
-        """Bucket `number` of the stream at `place` is in its place, and this was said of it."""
+    def good(self, place: int, number: int, told: Told, staging: Staging) -> None:
+        """Bucket `number` of the stream at `place` is in its place in `staging`, and this was said
+        of it. What has not ended of a round that was given up says nothing of another one.
+        """
         with self._changed:
+            if staging is not self._staging:
+                return
             self._good[place, number] = told
             self._changed.notify_all()
 

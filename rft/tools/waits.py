@@ -419,8 +419,10 @@ fail
 Publisher.rest | the round before engines sleep | `sync_timeout` | the ranks fail
 Publisher.start | the round before | `sync_timeout` | the ranks fail
 sync/receiver.py
+Receiver._end | threads of a round that failed | `ENDS_S` | the next one has memory of its own
 Receiver._fill | the next bytes of a trainer rank | `sync_timeout` of the socket | the round failed
 Receiver._round | its readers | none: all has come, they say their last word | -
+Receiver._taken | the next bucket of any stream | `sync_timeout` | the round failed
 sync/relay.py
 Relay._wait | what a reader asked for | none, and a word every `WAIT_S` | its own round has \
 `sync_timeout`

@@ -11,11 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from rft.ground.delta import Buffer, Changes
 from rft.ground.protocols import Block
 from rft.ground.rounds import GroupSeat, Round, TrainerInfo, WorkerOffer
-from rft.sync import history
+from rft.sync import buckets, history
 from rft.sync import plan as plans
+from rft.sync import receiver as receivers
 from rft.sync.fanout import Rings
+from rft.sync.history import Told
 from rft.sync.receiver import Receiver
 from rft.sync.relay import Relay
 from rft.sync.sender import WeightSender
@@ -280,6 +283,101 @@ def test_after_a_round_that_failed_nothing_is_built_on(world: World) -> None:
     assert world.take() >= world.nbytes
     world.close_version()
     assert world.round(0.01) < 0.03 * world.nbytes
+
+
+class HeldThread:
+    """Stream 0's thread stands still, as it is about to add its first delta to what is staged."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.arrived, self.let_go = threading.Event(), threading.Event()
+        self.thread: threading.Thread | None = None
+        apply = Changes.apply
+
+        def held(changes: Changes, into: Buffer, first: int) -> int:
+            here = threading.current_thread()
+            if self.thread is None and here.name == "stream-0":
+                self.thread = here
+                self.arrived.set()
+                assert self.let_go.wait(WAIT_S)
+            return apply(changes, into, first)
+
+        monkeypatch.setattr(Changes, "apply", held)
+
+    def fail(self, world: World) -> None:
+        """A round by deltas, whose other stream is lost before it begins, while that thread stands
+        there.
+        """
+        world.change(0.01)
+        world.version += 1
+        world.senders[0].open(world.version)
+        with ThreadPoolExecutor(1) as pool:
+            took = pool.submit(world.take)
+            assert self.arrived.wait(WAIT_S)
+            for wire in list(world.senders[1]._wires):
+                wire.close()
+            with pytest.raises(ConnectionError):
+                took.result()
+        world.senders[1].open(world.version)
+
+    def end(self) -> None:
+        self.let_go.set()
+        assert self.thread is not None
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+
+
+def test_threads_of_a_round_that_failed_have_ended_with_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.round(0.01)
+    held, kept, close = HeldThread(monkeypatch), world.worker._kept, world.worker.close
+
+    def closes() -> None:
+        close()
+        held.let_go.set()
+
+    monkeypatch.setattr(world.worker, "close", closes)
+    held.fail(world)
+    assert held.thread is not None and not held.thread.is_alive()
+    assert world.join(world.worker)._kept is kept
+    assert world.take() >= world.nbytes
+    world.close_version()
+
+
+def test_a_thread_that_does_not_end_keeps_the_memory_to_itself(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(receivers, "ENDS_S", 0.0)
+    relay = world.worker.relay = Relay("127.0.0.1")
+    world.join(world.worker, "a")
+    world.round(0.01)
+    held, kept = HeldThread(monkeypatch), world.worker._kept
+    held.fail(world)
+    assert "['stream-0'] did not end in 0 s" in caplog.text
+    assert world.join(world.worker, "a")._kept is not kept
+    assert world.take() >= world.nbytes
+    held.end()
+    here, told = world.worker._kept, dict(relay._good)
+    assert here is not None and kept is not None
+    relay.good(0, 0, Told(bytes(16), None, b""), kept)
+    assert relay._good == told, "who is behind is not told of what is there"
+    for name, value in world.whole.items():
+        found = here._tensors[name]
+        assert torch.equal(found.view(torch.int16), value.view(torch.int16)), name
+    world.close_version()
+    relay.close()
+
+
+def test_threads_of_a_round_that_nobody_reads_on_have_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "AHEAD", 1)  # who brings a stream waits for who reads it
+    world.open()
+    arriving = world.worker.tensors(1)
+    next(arriving)
+    arriving.close()
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("stream-")]
+    world.close_version()
 
 
 def test_another_trainer_knows_nothing_of_this_ones_versions(world: World) -> None:
