@@ -315,7 +315,7 @@ class RolloutEngine(EngineRoutes):
         llm = self._healthy()
         prompt = TokensPrompt(prompt_token_ids=asked.prompt)
         if self._kv == "keep":
-            prompt["cache_salt"] = f"weights {self._version}"
+            prompt["cache_salt"] = f"installation {self._installations}"
         output: RequestOutput | None = None
         lora = served.request() if served else None
         self._served[asked.request_id] = served

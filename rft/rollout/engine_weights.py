@@ -8,8 +8,9 @@ speaks to.
 Invariant: an engine whose weights are neither wholly old nor wholly new (`poisoned`) answers no
 request until a full round commits. How the key-value cache outlives a commit is told with the
 streams (`kv`): "recompute" drops it, also of requests in flight, but lets those end first that are
-near their end (`steps_worth_waiting`); "keep" keeps it for these, and salts the prefix cache, so
-that no new request meets it. `Turns` is the gate that requests pass, closed while weights are
+near their end (`steps_worth_waiting`); "keep" keeps it for these, and salts the prefix cache by a
+number that one installation has, so that no new request meets it, also when a version comes again
+after a resume with other weights. `Turns` is the gate that requests pass, closed while weights are
 installed and while the engine sleeps; `IdleClock` counts for how long nothing is decoded.
 """
 
@@ -119,6 +120,7 @@ class EngineWeights:
         self._served: dict[str, ServedAdapter | None] = {}  # by requests that are under way
         self.poisoned: str | None = None
         self._version = 0
+        self._installations = 0  # of whole weights, since the start
         self._holding = Holding()  # but for what sleeps
         self._installing = asyncio.Lock()
         self._kv = "recompute"
@@ -264,6 +266,7 @@ class EngineWeights:
     def _holds(self, coming: Round) -> None:
         """The whole of a round is in. Of one of no trainer's nothing can be said to others."""
         self._version, self.poisoned = coming.version, None
+        self._installations += 1
         mark = (coming.epoch, coming.version) if coming.epoch >= 0 else None
         self._holding = replace(self._holding, mark=mark, digest=coming.digest)
 

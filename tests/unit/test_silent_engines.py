@@ -1,12 +1,13 @@
 """When an engine counts as silent: by its actor's word of vLLM, and in the supervisor's count; a
 synchronizer that is silent because the run ends; and a request that nobody wants any more, at the
-gate of an engine whose weights change.
+gate of an engine whose weights change, and whose keys and values one meets behind it.
 """
 
 import asyncio
 import functools
+import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import ray
 from rft.config import ModelConfig, RolloutModelConfig
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.ground.protocols import ActorHandle
+from rft.ground.rounds import Received, Round, RoundFailed, WorkerState
 from rft.rollout import engine as engines
 from rft.rollout.engine import RolloutEngine
 from rft.run import fleet
@@ -71,6 +73,59 @@ async def test_what_is_aborted_at_the_gate_never_begins() -> None:
     engine.turns.open()
     assert [one.stop for one in decode(await answer, list[Completion])] == ["abort", "abort"]
     assert aborted.made == ["t/0"] and not engine._wanted
+
+
+class Installing:
+    """vLLM of an engine that keeps its cache: `salts` are those of the requests, in their order."""
+
+    def __init__(self) -> None:
+        self.salts: list[str] = []
+        self.held: int | None = None  # by the worker
+        self.fails = False
+        self.renderer = SimpleNamespace(clear_mm_cache_async=self.done)
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self.done)
+        self.update_weight_version = self.resume_generation = self.done
+
+    async def done(self, *_: Any, **__: Any) -> None: ...
+
+    async def collective_rpc(self, method: str, args: tuple[bytes, ...] = ()) -> list[bytes]:
+        if method == "rft_install" and not self.fails:
+            self.held = decode(args[0], Round).version
+        state = WorkerState(self.held, mixed=False, unreachable=False, received=Received())
+        return [encode(state)]
+
+    async def generate(self, prompt: dict[str, Any], *_: Any, **__: Any) -> AsyncIterator[Any]:
+        self.salts.append(prompt["cache_salt"])
+        yield SimpleNamespace(finished=True)
+
+
+@in_a_loop
+async def test_no_request_meets_keys_of_an_earlier_installation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trainer that resumes publishes the same versions again, with other weights."""
+    monkeypatch.setitem(sys.modules, "vllm.inputs", SimpleNamespace(TokensPrompt=dict))
+    engine, vllm = asked()[0], Installing()
+    engine.llm, engine._kv = vllm, "keep"  # type: ignore[assignment]
+    request = GenerateRequest(request_id="t/0", prompt=[1], n=1, sampling=Sampling(max_tokens=4))
+    params: Any = None
+
+    async def salts() -> set[str]:
+        """Of the next two requests."""
+        for _ in range(2):
+            await engine._run(request, params, None)
+        return set(vllm.salts[-2:])
+
+    seen = [await salts()]
+    for epoch, version in ((1, 4), (1, 5), (2, 4), (2, 5)):
+        await engine._install(Round(version=version, epoch=epoch))
+        seen.append(await salts())
+    assert [len(some) for some in seen] == [1] * 5, "those of one installation share"
+    assert len(set.union(*seen)) == 5
+    vllm.fails = True
+    with pytest.raises(RoundFailed):
+        await engine._install(Round(version=6, epoch=2))
+    assert await salts() == seen[-1], "the weights are those of before"
 
 
 class Calls:
