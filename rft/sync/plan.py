@@ -266,7 +266,7 @@ def needed(name: str, shape: tuple[int, ...], share: Share) -> tuple[int, int, i
     elif last in TENSORS and layer in KV_ROWS:
         # several workers have the same head where there are fewer heads
         parts = min(workers, share.kv_heads)
-    elif last in TENSORS and layer in COLUMNS:
+    elif last in TENSORS and layer in COLUMNS and len(shape) > 1:  # all have the whole bias
         dim, parts = 1, workers
     size, number = shape[dim] // parts, worker * parts // workers
     return dim, number * size, (number + 1) * size

@@ -21,6 +21,7 @@ from rft.checkpoint.records import CHUNK
 from rft.checkpoint.storage import open_storage
 from rft.ground import node_file
 from rft.ground.experience import encode
+from rft.ground.names import Dims, architecture_of, hf_names, read_hf_config
 from rft.ground.rounds import InSave, Round
 from rft.sync import stored_versions
 from rft.sync.connection import PeerRefused
@@ -74,6 +75,22 @@ def test_a_worker_gets_every_tensor_as_it_was_saved(
     assert all(again[name].data_ptr() == found[name].data_ptr() for name in found), (
         "the memory is kept"
     )
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_biases_of_columns_are_read_whole(tmp_path: Path, workers: int) -> None:
+    """gpt-oss has them: of the attention's output, and of each expert's."""
+    hf = read_hf_config(write_model(tmp_path / "gpt_oss", "gpt_oss", **SHAPE, experts=4))
+    shapes = hf_names(Dims.of(hf), architecture_of(hf))
+    wanted = {name: torch.rand(shape) for name, shape in shapes.items()}
+    saved(tmp_path / "root", wanted, 3)
+    for worker in range(workers):
+        share = Share(worker=worker, workers=workers, kv_heads=SHAPE["kv_heads"])
+        reader = SavedWeights(str(tmp_path / "gpt_oss"), torch.device("cpu"), share)
+        staged = reader.stage(round_of(tmp_path / "root", 3))
+        biases = [name for name in wanted if name.endswith(("o_proj.bias", "down_proj.bias"))]
+        assert len(biases) == 2 * (1 + 4)
+        assert all(torch.equal(staged[name], wanted[name] + 3) for name in biases)
 
 
 @pytest.mark.parametrize("workers", [2, 4])

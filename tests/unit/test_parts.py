@@ -14,7 +14,7 @@ import torch
 
 from rft.ground import device as devices
 from rft.ground import host_memory
-from rft.ground.names import RULES, SUPPORTED, Dims, applies, hf_names, segments
+from rft.ground.names import RULES, SUPPORTED, Dims, Latent, applies, hf_names, segments
 from rft.ground.protocols import Block
 from rft.ground.rounds import InFile, Round, TrainerInfo
 from rft.sync import plan as plans
@@ -47,6 +47,21 @@ FAMILIES = {
         DENSE, experts=4, expert_ffn=16, shared_ffn=32, tied=False
     ),
 }
+MIXTURE = dataclasses.replace(DENSE, experts=4, expert_ffn=16, tied=False)
+OTHERS = {
+    "MistralForCausalLM": DENSE,
+    "GptOssForCausalLM": MIXTURE,
+    "Glm4MoeForCausalLM": dataclasses.replace(
+        MIXTURE, shared_ffn=16, dense=frozenset({0}), more=frozenset({"dense", "qkv_bias"})
+    ),
+    "DeepseekV3ForCausalLM": dataclasses.replace(
+        MIXTURE,
+        groups=8,
+        shared_ffn=16,
+        latent=Latent(query=8, key_value=16, nope=4, rope=4, value=4),
+        more=frozenset({"q_lora"}),
+    ),
+}
 BUCKET = 512
 
 
@@ -74,6 +89,34 @@ def blocks_of(dims: Dims, architecture: str, tp: int, etp: int) -> list[list[Blo
                 if cut.part == part:
                     found[rank].append(Block(name, "float32", shape, cut.dim, cut.start, cut.stop))
     return found
+
+
+def cut_by_vllm(name: str, value: torch.Tensor, share: Share) -> torch.Tensor:
+    """As vLLM's layers describe what they hold; not by rft's table."""
+    layer, worker, workers = name.split(".")[-2], share.worker, share.workers
+    if layer in ("embed_tokens", "lm_head"):
+        rows = torch.arange(math.ceil(len(value) / 64) * 64).chunk(workers)[worker]
+        return value[rows[rows < len(value)]]
+    if layer in ("q_proj", "gate_proj", "up_proj", "w1", "w3"):
+        return value.chunk(workers)[worker]
+    if layer in ("k_proj", "v_proj"):
+        copies = max(1, workers // share.kv_heads)
+        return value.chunk(workers // copies)[worker // copies]
+    if layer in ("o_proj", "down_proj", "w2") and value.dim() == 2:
+        return value.chunk(workers, dim=1)[worker]
+    return value
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("architecture", SUPPORTED)
+def test_every_tensor_of_every_family_is_cut_as_vllm_does(architecture: str, workers: int) -> None:
+    dims = (FAMILIES | OTHERS)[architecture]
+    for share in shares(dims, workers):
+        for name, shape in hf_names(dims, architecture).items():
+            value = torch.arange(math.prod(shape)).view(shape)
+            dim, start, stop = needed(name, shape, share)
+            part = value.narrow(dim, start, stop - start)
+            assert torch.equal(part, cut_by_vllm(name, value, share)), name
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 8])
