@@ -205,7 +205,6 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             with trace.span("receive weights", version=coming.version):
                 tensors = reader.stage(coming)
         except Exception as error:
-            reader.close()
             log.warning("version %s was not staged", coming.version, exc_info=True)
             told = str(error) or type(error).__name__
             return Received(error=told, blame=blamed(error), lost=lost(error))

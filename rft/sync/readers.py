@@ -67,7 +67,9 @@ class WeightReader(Protocol):
     def check(self, coming: Round) -> None:
         """Refuse a round before any byte of it is taken."""
 
-    def stage(self, coming: Round) -> dict[str, torch.Tensor]: ...
+    def stage(self, coming: Round) -> dict[str, torch.Tensor]:
+        """Where it raises, it has closed what it began with, and no later connection."""
+
     def size(self, staged: dict[str, torch.Tensor]) -> int:
         """Bytes that came."""
 

@@ -55,13 +55,11 @@ from rft.sync.relay import SILENCE_S, Relay
 log = logging.getLogger(__name__)
 TRIES = 3  # of one bucket: a bit may flip on the way, a faulty machine flips them all
 ENDS_S = 10.0  # for threads whose wires are closed; decoding has the cores first
+OVER_S = 2 * ENDS_S  # for the round that they belong to
 
 
 class Receiver:
-    """Joins the streams of one trainer epoch and turns each round into tensors.
-
-    One per engine worker.
-    """
+    """One per engine worker: joins one trainer epoch's streams, makes tensors of each round."""
 
     def __init__(
         self,
@@ -97,32 +95,49 @@ class Receiver:
         self.changed: set[str] | None = None
         self._came: list[int] = []  # bytes of the last round, by stream
         self._spare = threading.Semaphore(devices.spare_cores())
+        self._using = threading.Lock()  # of all that `connect` makes: while it does, and by `stage`
 
     def connect(self, info: TrainerInfo) -> None:
-        """Join these streams instead of those of before, if any."""
+        """Join these streams instead of those of before, if any.
+
+        A round that still comes over those fails; this waits for its end, or raises PeerLost.
+        """
         assert info.plan is not None
-        plan, epoch = plans.decode(info.plan), info.epoch
-        if epoch < self.epoch:
+        plan = plans.decode(info.plan)
+        if info.epoch < self.epoch:
             raise ValueError(
-                f"weight streams of epoch {epoch} cannot be joined: epoch {self.epoch} was here "
-                "before"
+                f"weight streams of epoch {info.epoch} cannot be joined: epoch {self.epoch} was "
+                "here before"
             )
         if len(info.streams) != len(plan.streams):
             raise ValueError(
                 f"the plan has {len(plan.streams)} streams, the trainer offers {len(info.streams)}"
             )
         self.close()
+        if not self._using.acquire(timeout=OVER_S):
+            raise PeerLost(f"a round of the streams before has not ended in {OVER_S:g} s")
+        try:
+            self.close()  # what that round has made meanwhile
+            self._join_all(info, plan)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._using.release()
+
+    def _join_all(self, info: TrainerInfo, plan: StreamPlan) -> None:
         if self.plan is None or self.plan.digest != plan.digest:
             self._kept = None
-        if self._kept is None or epoch != self.epoch:
+        if self._kept is None or info.epoch != self.epoch:
             self._base = None  # another trainer's version of the same number is another one
-        self.plan, self.epoch, self.timeout = plan, epoch, info.timeout
+        self.plan, self.epoch, self.timeout = plan, info.epoch, info.timeout
         self._info = info
         parts = [part_of(plan, index, self.share) for index in range(len(plan.streams))]
         mine = {index: part for index, part in enumerate(parts) if part.stream.blocks}
         if self.relay is not None:
             generation = info.seats[self.worker].generation if info.seats else 0
-            self.relay.follow(info.engine, (epoch, plan.digest), generation, mine, self.share)
+            key = info.epoch, plan.digest
+            self.relay.follow(info.engine, key, generation, mine, self.share)
         self._parts, self._indices = list(mine.values()), list(mine)
         for index, part in mine.items():
             if not self._is_taken(index):
@@ -210,25 +225,27 @@ class Receiver:
     def stage(self, coming: Round) -> dict[str, torch.Tensor]:
         """What came in one round.
 
-        It lies in memory that the next `stage` overwrites.
+        It lies in memory that the next `stage` overwrites. Closes what it has begun with where it
+        fails, and nothing that was connected since.
         """
-        self._connected()
-        assert self._kept is not None, "connected for direct rounds"
-        if self._base is None or self.make_link is not None:
-            self.changed = None  # nothing is known of what is not compared with a version here
-        base, self._base = self._base, None  # what fails in between has changed some of it
-        if self.relay is not None:
-            self.relay.begin(coming.version, self._kept)
-        try:
-            tensors = dict(self._round(coming.version, self._kept, base))
-        except Exception as error:
+        with self._using:
+            self._connected()
+            assert self._kept is not None, "connected for direct rounds"
+            if self._base is None or self.make_link is not None:
+                self.changed = None  # nothing is known of what is not compared with a version here
+            base, self._base = self._base, None  # what fails in between has changed some of it
             if self.relay is not None:
-                self.relay.fail(error)
-            raise
-        if self.relay is not None:
-            self.relay.complete()
-        self._base = coming.version
-        return tensors
+                self.relay.begin(coming.version, self._kept)
+            try:
+                tensors = dict(self._round(coming.version, self._kept, base))
+            except Exception as error:
+                if self.relay is not None:
+                    self.relay.fail(error)
+                raise
+            if self.relay is not None:
+                self.relay.complete()
+            self._base = coming.version
+            return tensors
 
     def size(self, staged: dict[str, torch.Tensor]) -> int:
         """Bytes that came: fewer than those of the tensors, where this worker takes a part, or what

@@ -423,6 +423,7 @@ Receiver._end | threads of a round that failed | `ENDS_S` | the next one has mem
 Receiver._fill | the next bytes of a trainer rank | `sync_timeout` of the socket | the round failed
 Receiver._round | its readers | none: all has come, they say their last word | -
 Receiver._taken | the next bucket of any stream | `sync_timeout` | the round failed
+Receiver.connect | the round that it has cut off | `OVER_S` | PeerLost: tried again
 sync/relay.py
 Relay._wait | what a reader asked for | none, and a word every `WAIT_S` | its own round has \
 `sync_timeout`

@@ -1,9 +1,12 @@
 """What a commit gives to vLLM's own loaders: real models of tensor-parallel workers, built in this
-process, that take a round whose tensors were complete in any order.
+process, that take a round whose tensors were complete in any order; and what a stage that was cut
+off leaves alone.
 """
 
 import random
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -14,13 +17,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rft.ground.experience import encode
 from rft.ground.protocols import Block
-from rft.ground.rounds import Round
+from rft.ground.rounds import STREAM, Round, TrainerInfo
 from rft.sync import plan as plans
 from rft.sync.buckets import Staging
 from rft.sync.loading import PartTensor
 from rft.sync.plan import COLUMNS, Share, part_of
+from rft.sync.receiver import Receiver
 from rft.tools.toy import write_model
+from tests.unit.test_delta_stream import WAIT_S, World
 
 SHAPE: dict[str, Any] = {
     "hidden": 64,
@@ -240,3 +246,52 @@ def test_modules_are_filled_one_after_another_from_the_part_alone(
         assert all(after.get(one, 0) in (0, number + 1) for one, number in before.items()), name
     if family == "qwen3_moe":
         assert len([name for name in names if ".experts." in name]) == 3 * SHAPE["layers"]
+
+
+class LateReceiver(Receiver):
+    """A stage that fails goes on only when somebody has connected anew."""
+
+    def __init__(self) -> None:
+        super().__init__(0, torch.device("cpu"))
+        self.receives, self.connected = threading.Event(), threading.Event()
+
+    def stage(self, coming: Round) -> dict[str, torch.Tensor]:
+        try:
+            return super().stage(coming)
+        except Exception:
+            assert self.connected.wait(WAIT_S)
+            raise
+
+    def _receive(self, *arguments: Any) -> None:
+        self.receives.set()
+        super()._receive(*arguments)
+
+
+def test_a_stage_that_was_cut_off_closes_nothing_that_was_connected_since() -> None:
+    """One of two workers: the other one has failed, and the engine is connected anew at once."""
+    from rft.sync.install import InitInfo, StreamedWeights
+
+    world, receiver = World(full_interval=None), LateReceiver()
+    weights: Any = object.__new__(StreamedWeights)  # but for the model
+    weights.receiver, weights.readers = receiver, {STREAM: receiver}
+
+    class Connecting:
+        def connect(self, info: TrainerInfo) -> None:
+            weights.init_transfer_engine(InitInfo(info=encode(info)))
+
+    trainer: Any = Connecting()
+    world.join(trainer)
+    world.senders[0].open(1)  # the other rank is late
+    coming = Round(version=1, epoch=world.epoch, digest=world.plan.digest)
+    with ThreadPoolExecutor(1) as orders:
+        old = orders.submit(weights.stage, coming)
+        assert receiver.receives.wait(WAIT_S)
+        world.join(trainer)
+        receiver.connected.set()
+        world.senders[1].open(1)
+        new = orders.submit(weights.stage, coming)
+        assert old.result().error and not new.result().error
+    assert weights.staged[1].keys() == world.whole.keys()
+    world.close_version()
+    receiver.close()
+    world.close()

@@ -17,6 +17,7 @@ from rft.ground.rounds import GroupSeat, Round, TrainerInfo, WorkerOffer
 from rft.sync import buckets, history
 from rft.sync import plan as plans
 from rft.sync import receiver as receivers
+from rft.sync.connection import PeerLost
 from rft.sync.fanout import Rings
 from rft.sync.history import Told
 from rft.sync.receiver import Receiver
@@ -366,6 +367,31 @@ def test_a_thread_that_does_not_end_keeps_the_memory_to_itself(
         assert torch.equal(found.view(torch.int16), value.view(torch.int16)), name
     world.close_version()
     relay.close()
+
+
+def test_a_reconnect_comes_after_the_round_that_it_cuts_off(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.round(0.01)
+    held = HeldThread(monkeypatch)
+    world.change(0.01)
+    world.version += 1
+    world.senders[0].open(world.version)  # the other stream is late
+    with ThreadPoolExecutor(1) as pool:
+        took = pool.submit(world.take)
+        assert held.arrived.wait(WAIT_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(receivers, "OVER_S", 0.0)
+            with pytest.raises(PeerLost, match="has not ended in 0 s"):
+                world.join(world.worker)
+        assert not took.done()
+        held.let_go.set()
+        world.join(world.worker)
+        with pytest.raises(PeerLost):
+            took.result()
+    world.senders[1].open(world.version)
+    assert world.take() >= world.nbytes
+    world.close_version()
 
 
 def test_threads_of_a_round_that_nobody_reads_on_have_ended(

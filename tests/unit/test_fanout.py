@@ -246,7 +246,6 @@ def test_who_is_lost_is_named_and_the_others_go_on_without(fleet: Callable[..., 
             assert_is(1, made.result())
         except PeerLost as error:
             failed[name] = error.lost
-            here.receivers[name].close()  # as rft.sync.install does
     assert "c" in failed and set(failed) <= set("abcd")
     assert {failed[name] for name in failed if name != "b"} == {"b"}, "it is b, whoever tells"
     for lost in failed.values():
