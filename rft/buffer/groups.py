@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rft.ground.experience import Record
+
 
 def oldest(*versions: int | None) -> int | None:
     """Of those that are known."""
@@ -92,6 +94,32 @@ class StepSize:
                 steps, units = steps + 1, 0
         return steps
 
+    def rest(self, groups: list[Group], steps: int) -> tuple[int, list[Group]]:
+        """Of `steps` steps those that these do not fill, and the groups that are left over."""
+        filled = units = end = 0
+        for number, group in enumerate(groups, 1):
+            if filled == steps:
+                break
+            units += self.of(group)
+            if units >= self.units:
+                filled, units, end = filled + 1, 0, number
+        return steps - filled, groups[end:]
+
+
+class Goal(Record, kw_only=True):
+    """What a trainer is to take, for the others that share its groups.
+
+    `steps`: counted from 0 on; None: it goes on as long as there are groups.
+    """
+
+    steps: int | None = None
+    size: StepSize
+
+    def rest(self, groups: list[Group], begin: int) -> tuple[int, list[Group]]:
+        """As `StepSize.rest`, from step `begin` on."""
+        steps = len(groups) + 1 if self.steps is None else max(self.steps - begin, 0)
+        return self.size.rest(groups, steps)
+
 
 def remember(told: list[list[Any]], lesson: list[Any]) -> None:
     """Keep a lesson, [taskset, draw, row, value]. One with a belief, [..., draw, belief], takes the
@@ -158,6 +186,7 @@ class Course:
     run_epoch: int = 0
     saved: int = 0  # of the newest checkpoint, where somebody else might get what it lacks
     handed: bool = False  # batches of it to others, since it resumed
+    goal: Goal | None = None  # where it has a name
 
     def go_on(self, step: int) -> None:
         """Behind `step`, and behind all leases, also those that are forgotten."""
@@ -180,8 +209,12 @@ class Course:
 
 @dataclass
 class Explored:
-    """An explorer. `incarnation`: how many processes have begun as it."""
+    """An explorer. `incarnation`: how many processes have begun as it. `trainer`: of its run, which
+    may have to come yet; `goal`: what that one is to take.
+    """
 
     incarnation: int = 0
     done: bool = False
     silent: bool = False
+    trainer: str = ""
+    goal: Goal | None = None

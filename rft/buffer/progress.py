@@ -35,7 +35,7 @@ from typing import Any
 
 import msgspec
 
-from rft.buffer.groups import Course, Explored, Group, Lease, StepSize, due, oldest, remember
+from rft.buffer.groups import Course, Explored, Goal, Group, Lease, StepSize, due, oldest, remember
 from rft.ground.experience import Record
 
 
@@ -52,12 +52,12 @@ class Issued(Record, tag="issued", kw_only=True):
 
 
 class Attached(Record, tag="attached", kw_only=True):
-    """A new process is `explorer`: what the last one left
-    unfinished waits until it is restarted.
-    """
+    """A new process is `explorer`: what the last one left waits until it is restarted."""
 
     explorer: str
     incarnation: int = 0  # processes that have begun as it, with this one; 0: one more
+    trainer: str = ""  # of its run, where there may be several, and what that one is to take
+    goal: Goal | None = None
 
 
 class Restarted(Record, tag="restarted", kw_only=True):
@@ -139,6 +139,7 @@ class Resumed(Record, tag="resumed", kw_only=True):
     step: int
     run_epoch: int
     trainer: str = ""
+    goal: Goal | None = None
 
 
 class StepSaved(Record, tag="saved", kw_only=True):
@@ -329,7 +330,8 @@ class Progress(Course):
         match record:
             case Attached():
                 incarnation = record.incarnation or self.explorer(record.explorer).incarnation + 1
-                self.explorers[record.explorer] = Explored(incarnation=incarnation)
+                begun = Explored(incarnation, trainer=record.trainer, goal=record.goal)
+                self.explorers[record.explorer] = begun
                 for group in self.unfinished(record.explorer):
                     group.version = None
             case InputEnded():
@@ -346,7 +348,7 @@ class Progress(Course):
         match record:
             case Resumed():
                 course.finished, course.run_epoch = record.step, record.run_epoch
-                course.handed = False
+                course.handed, course.goal = False, record.goal
                 course.go_on(record.step)
             case Consumed():
                 course.finished = max(course.finished, record.step + 1)
@@ -423,12 +425,6 @@ class Progress(Course):
         leased = (group for lease in self.leases.values() for group in lease.groups)
         groups = (*leased, *self.pool.values(), *self.waiting.values())
         return oldest(*(group.oldest_version for group in groups))
-
-    def missing(self, total_steps: int, size: StepSize, trainer: str = "") -> int:
-        """How many of the steps before `total_steps` are not filled yet, if none of the groups that
-        wait fails or holds fewer than it may.
-        """
-        return total_steps - self.course(trainer).next_step - size.formed(self.awaited())
 
     def done(self, size: StepSize) -> int:
         """Groups, or experiences, that were stored, in all of the run."""
@@ -588,13 +584,16 @@ class Progress(Course):
         """Who explores, and how far each of several trainers is."""
         for name, one in self.explorers.items():
             if one.incarnation:
-                yield Attached(explorer=name, incarnation=one.incarnation)
+                begun = Attached(explorer=name, incarnation=one.incarnation)
+                begun.trainer, begun.goal = one.trainer, one.goal
+                yield begun
             if one.done:
                 yield InputEnded(explorer=name)
             yield Silent(explorers=[name], back=not one.silent)
         for name, course in self.courses.items():
             for step in (course.saved, course.finished):
-                yield Resumed(step=step, run_epoch=course.run_epoch, trainer=name)
+                epoch, goal = course.run_epoch, course.goal
+                yield Resumed(step=step, run_epoch=epoch, trainer=name, goal=goal)
             yield Forgotten(step=course.oldest_step, trainer=name)
             if course.handed:
                 yield Handed(trainer=name, steps=[])

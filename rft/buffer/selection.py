@@ -28,11 +28,12 @@ used again, and only the order is another than that of admission.
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol
 
+from rft.buffer.groups import Goal
 from rft.buffer.progress import Evicted, Group, Lease, Leased, Progress, StepSize
 from rft.config.arguments import Options, options
 from rft.config.buffer import ReplayBufferConfig
@@ -170,9 +171,11 @@ class BatchSelection:
         self.trainer = trainer
         self.in_order = in_order
 
-    def may_admit(self, published: int | None, total_steps: int | None) -> bool:
-        """Whether a new group may begin."""
-        if total_steps is not None and self._missing(total_steps) <= 0:
+    def may_admit(
+        self, published: int | None, total_steps: int | None, away: Collection[str] = ()
+    ) -> bool:
+        """Whether a new group may begin. `away`: of trainers and explorers, who is silent."""
+        if total_steps is not None and self._missing(total_steps, away) <= 0:
             return False
         return self._is_soon(published)
 
@@ -189,17 +192,40 @@ class BatchSelection:
         ahead = self.progress.steps_ahead(published, self.size, before, self.trainer)
         return ahead <= self.max_staleness
 
-    def _missing(self, total_steps: int) -> int:
-        return self.progress.missing(total_steps, self.size, self.trainer)
+    def _missing(self, total_steps: int, away: Collection[str]) -> int:
+        """How many of the steps before `total_steps`, and of those that other trainers are to take,
+        are not filled yet, if none of the groups that wait fails or holds fewer than it may.
+        """
+        groups, others = self.progress.awaited(), 0
+        for goal, begin in self.others(away):
+            open_steps, groups = goal.rest(list(groups), begin)
+            others += open_steps
+        mine = total_steps - self.progress.course(self.trainer).next_step - self.size.formed(groups)
+        return others + max(mine, 0)
 
-    def is_supplied(self, total_steps: int | None) -> bool:
+    def others(self, away: Collection[str] = ()) -> list[tuple[Goal, int]]:
+        """Of all trainers but this one: what each is to take, and its next step. Not of one that is
+        `away`; nor of one that has to come yet, where all explorers of its run are, or know of no
+        end, as a service, which may never have a trainer.
+        """
+        explorers, courses = self.progress.explorers, self.progress.courses
+        known = [one for name, one in explorers.items() if name not in away]
+        coming = {one.trainer: one.goal for one in known if one.goal and one.goal.steps is not None}
+        goals = coming | {name: one.goal or coming.get(name) for name, one in courses.items()}
+        return [
+            (goal, self.progress.course(name).next_step)
+            for name, goal in goals.items()
+            if goal is not None and name != self.trainer and name not in away
+        ]
+
+    def is_supplied(self, total_steps: int | None, away: Collection[str] = ()) -> bool:
         """Whether all steps that are left have their experiences, so that no failure can ask for
         one more group.
         """
         return (
             total_steps is not None
             and not self.progress.has_running()
-            and self._missing(total_steps) <= 0
+            and self._missing(total_steps, away) <= 0
         )
 
     def groups(self, step: int, input_done: bool, abandoned: bool) -> list[Group] | None:

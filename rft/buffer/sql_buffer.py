@@ -25,7 +25,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -38,7 +38,7 @@ from sqlalchemy import Connection, Engine
 from rft.buffer import progress as records
 from rft.buffer.calls import BatchedCalls, Waiters
 from rft.buffer.delivery import Delivery, bad_reward
-from rft.buffer.progress import StepSize
+from rft.buffer.groups import Goal, StepSize
 from rft.buffer.selection import BatchSelection
 from rft.buffer.sql_events import Events
 from rft.buffer.sql_lives import TRAINER, Lives, Parties
@@ -90,6 +90,7 @@ class SqlBuffer(BatchedCalls):
         self._engine = connect(str(config.path))
         create(self._engine, self._tables)
         self.size = StepSize(tasks_per_step, experiences_per_step)
+        self._goal = Goal(steps=total_steps, size=self.size)
         self.max_staleness = max_staleness
         self._events = Events(self._tables)
         self._progress = self._events.progress
@@ -132,7 +133,8 @@ class SqlBuffer(BatchedCalls):
         me = f"{self.owner}/{name}"
 
         def attach(db: Connection) -> dict[str, Any]:
-            self._stood.explorers[me] = self._parties.attach_explorer(db, me)
+            known = (self._selection.trainer, self._goal)
+            self._stood.explorers[me] = self._parties.attach_explorer(db, me, *known)
             unfinished = self._progress.unfinished(me)
             return {
                 "cursor": self._progress.cursors.get(me),
@@ -168,11 +170,13 @@ class SqlBuffer(BatchedCalls):
                 return tried
             self._parties.look(db)
             asked = zip(tasks, most or [None] * len(tasks), strict=True)
-            for (task, cursor), made in takewhile(lambda _: self._may_admit(), asked):
+            away = self._turns.away(db)
+            for (task, cursor), made in takewhile(lambda _: self._may_admit(away), asked):
                 tried.append(self._progress.next_group)
                 begins = {"group": tried[-1], "explorer": me, "most": made, **self._now()}
                 self._events.add(records.Issued(task=task, cursor=cursor, **begins))
-            return tried if tried or self._selection.is_supplied(self.total_steps) else WAIT
+            is_supplied = self._selection.is_supplied(self.total_steps, away)
+            return tried if tried or is_supplied else WAIT
 
         async with self._admission:
             numbers = await self._until(admit)
@@ -300,7 +304,8 @@ class SqlBuffer(BatchedCalls):
 
         def attach(db: Connection) -> dict[str, Any]:
             self._turns.check_resume(me, step, run_epoch)
-            self._events.add(records.Resumed(step=step, run_epoch=run_epoch, trainer=me))
+            begins = records.Resumed(step=step, run_epoch=run_epoch, trainer=me, goal=self._goal)
+            self._events.add(begins)
             self._lives.enter(db, TRAINER, [me])
             self._stood.done_before = self._progress.done(self.size)
             return {
@@ -578,8 +583,8 @@ class SqlBuffer(BatchedCalls):
         if await self._do(beat, tells=False, patience=patience, how=how):
             await self._do(partial(self._parties.back, explorers=explorers), patience=patience)
 
-    def _may_admit(self) -> bool:
-        return self._selection.may_admit(self._stood.published, self.total_steps)
+    def _may_admit(self, away: Collection[str] = ()) -> bool:
+        return self._selection.may_admit(self._stood.published, self.total_steps, away)
 
     def _now(self) -> dict[str, Any]:
         version = None if self.max_staleness is None else self._stood.published

@@ -15,7 +15,7 @@ import sqlalchemy as sql
 from sqlalchemy import Connection
 
 from rft.buffer.calls import Lost
-from rft.buffer.groups import Course, Explored
+from rft.buffer.groups import Course, Explored, Goal
 from rft.buffer.progress import Attached, Handed, Silent
 from rft.buffer.sql_events import Events
 from rft.buffer.sql_schema import Tables, now
@@ -113,11 +113,13 @@ class Parties:
         self.events = events
         self.lives = lives
 
-    def attach_explorer(self, db: Connection, name: str) -> int:
+    def attach_explorer(self, db: Connection, name: str, trainer: str, goal: Goal) -> int:
         """Which process this is of those that have begun as it."""
         incarnation = self._known(name).incarnation + 1
         self.lives.enter(db, EXPLORER, [name])
-        self.events.add(Attached(explorer=name, incarnation=incarnation))
+        self.events.add(
+            Attached(explorer=name, incarnation=incarnation, trainer=trainer, goal=goal)
+        )
         return incarnation
 
     def check_explorer(self, db: Connection, name: str, incarnation: int | None) -> None:

@@ -226,6 +226,14 @@ class Decisions:
         is_over = bool(explorers) and all(one.done for one in explorers)
         return self.selection.groups(step, is_over, abandoned=input_done)
 
+    def away(self, db: Connection) -> set[str]:
+        """Who was silent for a lease; nobody is asked where no other trainer is to get groups."""
+        if not self.selection.others():
+            return set()
+        # not as of a moment ago: whoever is told that nothing is missing does not ask again
+        lives = self.parties.lives
+        return {*lives.silent_explorers(db, at_once=True), *lives.silent_trainers(db)}
+
     def parts(
         self, db: Connection, trainer: str, step: int, groups: list[Group]
     ) -> list[StoredGroup]:

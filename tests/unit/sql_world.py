@@ -59,10 +59,12 @@ def buffer(
     experiences: int | None = None,
     clock: Callable[[], float] = time.monotonic,
     life: str = "",
+    total_steps: int | None = None,
+    tasks: int = TASKS,
     **settings: Any,
 ) -> SqlBuffer:
     config = ExperienceBufferConfig(storage_type="sql", path=url, **settings)
-    return SqlBuffer(config, run, TASKS, 2, max_staleness, None, experiences, life, clock)
+    return SqlBuffer(config, run, tasks, 2, max_staleness, total_steps, experiences, life, clock)
 
 
 class Clock:

@@ -26,6 +26,7 @@ from rft.buffer.progress import (
     StepSize,
     Stored,
 )
+from rft.buffer.selection import BatchSelection
 from rft.config import SynchronizerConfig
 from rft.sync.style import Cadence
 
@@ -74,6 +75,7 @@ class Simulation:
         self.size = StepSize(self.tasks_per_step)
         self.progress = Progress()
         self.progress.apply(Resumed(step=0, run_epoch=1))
+        self.selection = BatchSelection(self.progress, self.size, None)  # its slots are ours
         self.cadence = Cadence(self.sync, self._ask)
         self.running: dict[int, Rollout] = {}
         self.done: dict[int, Rollout] = {}
@@ -111,7 +113,7 @@ class Simulation:
         while (
             self._slots() > 0
             and len(self.running) < self.runners
-            and self.progress.missing(self.steps, self.size) > 0
+            and self.selection.may_admit(None, self.steps)
         ):
             number = self.progress.next_group
             self._record(

@@ -20,6 +20,7 @@ from rft.buffer import journal as journal_module
 from rft.buffer.calls import answered
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
+from rft.buffer.groups import Goal
 from rft.buffer.journal import JournalError
 from rft.buffer.progress import (
     Answered,
@@ -263,9 +264,10 @@ class Shared:
         self.saved = dict.fromkeys(self.names, 0)
         self.lost: set[str] = set()  # has not heard yet that its batches are another's
         for name in self.names:
-            self.write(Resumed(step=0, run_epoch=1, trainer=name))
+            goal = Goal(steps=len(table), size=size)
+            self.write(Resumed(step=0, run_epoch=1, trainer=name, goal=goal))
         for name in "ab":
-            self.write(Attached(explorer=name))
+            self.write(Attached(explorer=name, trainer="t9", goal=Goal(size=size)))
 
     def write(self, record: JournalRecord) -> None:
         self.journal.append(encode(record))

@@ -7,6 +7,7 @@ import contextlib
 import random
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -194,6 +195,76 @@ def test_slots_are_shared_by_all_explorers_and_freed_by_what_each_serves(url: st
         with pytest.raises(TimeoutError):
             # a group of version 0 would be trained in step 1, too late
             await one.admit("a", b"t", {})
+
+    run(test)
+
+
+async def explored(ends: list[SqlBuffer], at_most: int) -> int:
+    """How many groups explorers of all these runs make, in turns, until each is told that no more
+    are needed.
+    """
+    made, asking = 0, deque(ends)
+    while asking:
+        group = await asking[0].admit("e", b"t", {"next": made})
+        if group is None:
+            await asking.popleft().input_done("e")
+            continue
+        await asking[0].put(group, rows(1.0, 0.0))
+        made += 1
+        assert made <= at_most
+        asking.rotate()
+    return made
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_explorers_go_on_until_each_trainer_of_a_database_has_its_groups(
+    url: str, early: bool
+) -> None:
+    """Of steps of two groups and of three; whether or not explorers are there first, and whatever a
+    snapshot has taken the place of.
+    """
+
+    async def test() -> None:
+        steps = {"p/a": 3, "p/b": 2}
+        ends = [
+            buffer(url, run, total_steps=number, tasks=tasks, max_read_timeout=0.0)
+            for (run, number), tasks in zip(steps.items(), (2, 3), strict=True)
+        ]
+        for one in ends:
+            if not early:
+                await one.attach_trainer(0, 1)
+                await one.retain(0, 0)
+            await one.attach_explorer("e")
+        assert await explored(ends, at_most=12) == 3 * 2 + 2 * 3
+        for one in ends if early else ():
+            await one.attach_trainer(0, 1)
+        for step in range(3):
+            for one in ends:
+                if step < steps[one.owner]:
+                    assert len(await taken(one, step)) == one.size.groups
+                    await one.consumed(step)
+        assert [await taken(one, steps[one.owner]) for one in ends] == [[], []]
+
+    run(test)
+
+
+def test_nothing_is_made_for_a_trainer_that_is_silent_but_by_its_own_run(url: str) -> None:
+    """Nor for that of a service, which has none."""
+
+    async def test() -> None:
+        await buffer(url, "p/service").attach_explorer("e")
+        clock, settings = Clock(), {"lease_s": 40.0, "max_read_timeout": 0.0}
+        lives, is_silent = (
+            buffer(url, name, total_steps=2, clock=clock, **settings) for name in ("p/a", "p/b")
+        )
+        for one in (lives, is_silent):
+            await one.attach_trainer(0, 1)
+        await silent_but_for(clock, 40.0, lives)
+        await lives.attach_explorer("e")
+        assert await explored([lives], at_most=4) == 4
+        await is_silent.attach_explorer("e")
+        await is_silent._beat_once()
+        assert await explored([is_silent], at_most=4) == 4
 
     run(test)
 

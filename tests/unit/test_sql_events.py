@@ -7,10 +7,12 @@ import random
 import shutil
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sql
 
+from rft.buffer.groups import Goal
 from rft.buffer.progress import (
     Attached,
     Consumed,
@@ -93,10 +95,11 @@ def act(mine: Events, db: sql.Connection, chance: random.Random) -> None:
                 mine.add(Handed(trainer=trainer, steps=steps))
         case "resume" if chance.random() < 0.5:
             again = {"step": course.saved, "run_epoch": course.run_epoch + 1}
-            mine.add(Resumed(trainer=trainer, **again))
+            mine.add(Resumed(trainer=trainer, goal=Goal(steps=9, size=two), **again))
         case "attach":
             incarnation = progress.explorer("e").incarnation + 1
-            mine.add(Attached(explorer="e", incarnation=incarnation))
+            known: Any = {"trainer": trainer, "goal": Goal(size=StepSize(1, 3))}
+            mine.add(Attached(explorer="e", incarnation=incarnation, **known))
             mine.add(*[InputEnded(explorer="e")] * chance.choice([0, 1]))
         case "cut":
             if not course.handed:
