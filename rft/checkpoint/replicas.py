@@ -323,6 +323,7 @@ class Replicas:
 
     def _send_to(self, line: PeerLine) -> None:
         """Until the peer is gone: raises OSError."""
+        journal: dict[str, tuple[int, int]] = {}
         try:
             with self._changed:
                 there = [self._own[name].receipt for name in self._there]
@@ -335,16 +336,18 @@ class Replicas:
                         waiting = self._unsent()
                     keep = list(self._own)
                 if waiting:
-                    self._send(line, waiting[0], keep)
+                    self._send(line, waiting[0], keep, journal)
                 elif line.wait(0):
                     raise ConnectionError("it has ended")
         finally:
             line.close()
 
-    def _send(self, line: PeerLine, part: OwnPart, keep: list[str]) -> None:
+    def _send(
+        self, line: PeerLine, part: OwnPart, keep: list[str], journal: dict[str, tuple[int, int]]
+    ) -> None:
         receipt, begun = part.receipt, time.monotonic()
         if self.told.journal and isinstance(position := (receipt.loop or {}).get("journal"), int):
-            journal_copy.send(line, Path(self.told.journal), position)
+            journal_copy.send(line, Path(self.told.journal), position, journal)
             self._moved = time.monotonic()
         line.send(PartSent(receipt, keep))
         self._expect(line)

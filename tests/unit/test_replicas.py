@@ -308,8 +308,10 @@ def test_word_of_an_older_state_that_comes_late_changes_nothing(memory_path: Pat
         cluster.close()
 
 
-def copied(journal: Path, control: Path, position: int) -> int:
-    """Bytes that went over the connection."""
+def copied(
+    journal: Path, control: Path, position: int, known: dict[str, tuple[int, int]] | None = None
+) -> int:
+    """Bytes that went over the connection. `known`: of one that goes on."""
     ours, theirs = socket.socketpair()
     sender, taker = PeerLine(ours), PeerLine(theirs)
     sent, send_bytes = [], sender.send_bytes
@@ -329,7 +331,7 @@ def copied(journal: Path, control: Path, position: int) -> int:
         )
         counting = Counting(ours)
         counting.limit = 2**20
-        journal_copy.send(counting, journal, position)
+        journal_copy.send(counting, journal, position, known)
         told.result(PATIENCE)
     for line in (sender, taker):
         line.close()
@@ -372,6 +374,53 @@ def test_the_journal_travels_piece_by_piece_and_takes_its_place(tmp_path: Path) 
     assert list(payloads(place)) == wanted
     aside = place.with_name(f"{place.name}{journal_copy.OLD}")
     assert list(payloads(aside)) == [*wanted, b"on"]
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("size", [10, 20, 40])
+def test_what_a_journal_that_was_moved_away_has_left_is_no_part_of_the_new_ones_copy(
+    tmp_path: Path, size: int, goes_on: bool
+) -> None:
+    """Which is shorter, as long, or longer, and has files of the same names; for a connection that
+    goes on as for a new one.
+    """
+    known = dict[str, tuple[int, int]]() if goes_on else None
+    control, place, names = tmp_path / "control", tmp_path / "b" / "journal", list[set[str]]()
+    for word, count in ((b"old", 20), (b"new", size)):
+        journal = Journal(tmp_path / word.decode(), segment_bytes=1000)
+        for number in range(count):
+            journal.append([b"%s %3d" % (word, number) * 20])
+        journal.sync()
+        assert copied(journal.directory, control, journal.position, known) == journal.position
+        names.append({path.name for path in journal.directory.glob("*.log")})
+        journal.close()
+    assert len(names[0] & names[1]) > 1
+    told = journal_copy.bring_back(control, place)
+    journal = Journal(place)
+    assert journal.position == told
+    journal.close()
+    assert list(payloads(place)) == list(payloads(tmp_path / "new"))
+
+
+def test_a_connection_compares_what_is_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared, digest, known = list[int](), journal_copy._digest, dict[str, tuple[int, int]]()
+
+    def counted(descriptor: int, count: int) -> str:
+        compared.append(count)
+        return digest(descriptor, count)
+
+    monkeypatch.setattr(journal_copy, "_digest", counted)
+    journal = Journal(tmp_path / "a")
+    for number in range(3):
+        journal.append([b"%d" % number * 100])
+        journal.sync()
+        copied(journal.directory, tmp_path / "control", journal.position, known)
+    assert not compared, "what this connection has sent"
+    assert copied(journal.directory, tmp_path / "control", journal.position, {}) == 0
+    assert compared == [journal.position] * 2, "by both ends"
+    journal.close()
 
 
 def test_a_copy_that_breaks_off_opens_as_it_was(
