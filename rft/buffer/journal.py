@@ -137,17 +137,35 @@ def mark_in(data: bytes) -> int | None:
 def payloads(directory: Path) -> Iterator[bytes]:
     """Every record of a journal, in order, also of one that somebody writes to: without a lock, and
     without changing a byte.
+
+    Where a compaction takes the files away meanwhile it goes on with what has taken their place:
+    records that came before, and still count, come again; of the others those that had not come are
+    gone.
     """
-    bases = sorted(directory.glob("*.base"))
-    end = int(bases[-1].stem) if bases else 0
-    for path in [
-        *bases[-1:],
-        *(log for log in sorted(directory.glob("*.log")) if int(log.stem) >= end),
-    ]:
-        with open(path, "rb") as file:
-            yield from (
-                payload for _, _, payload in frames(file.fileno(), os.fstat(file.fileno()).st_size)
+    files, before = files_in(directory), list[Path]()
+    while files:
+        try:
+            with open(files[0], "rb") as file:
+                begun = frames(file.fileno(), os.fstat(file.fileno()).st_size)
+                yield from (payload for _, _, payload in begun)
+            files = files[1:]
+        except FileNotFoundError:
+            gone, files = files, files_in(directory)
+            if files == before:  # no compaction: it is listed, and not there
+                raise
+            before = files
+            logger.warning(
+                "%s was cut while it was read, and is read on without what nobody needs any more",
+                gone[0].parent,
             )
+
+
+def files_in(directory: Path) -> list[Path]:
+    """The files that hold the records of a journal, in their order."""
+    # the logs first: a compaction between the two looks has put its base there before they go
+    logs, bases = sorted(directory.glob("*.log")), sorted(directory.glob("*.base"))
+    end = int(bases[-1].stem) if bases else 0
+    return [*bases[-1:], *(log for log in logs if int(log.stem) >= end)]
 
 
 class Journal:

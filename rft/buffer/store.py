@@ -87,10 +87,12 @@ def read_experiences(source: Path) -> Iterator[Experience]:
 
 
 def stored_experiences(queue: Path) -> Iterator[Experience]:
-    """Read what a queue has stored, group by group."""
+    """Read what a queue has stored, group by group; each once, also where the queue is in use."""
+    seen = set[int]()
     for payload in payloads(queue):
         record = decode_record(payload)
-        if isinstance(record, Stored):
+        if isinstance(record, Stored) and record.group not in seen:
+            seen.add(record.group)
             for experience in decode(record.experiences, list[Experience]):
                 experience.group = record.group
                 yield experience

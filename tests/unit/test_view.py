@@ -58,6 +58,52 @@ def test_a_queue_in_use_is_read_up_to_its_last_whole_record(tmp_path: Path) -> N
     journal.close()
 
 
+@pytest.mark.parametrize("cut_at", [(-1,), (0,), (20,), (0, 1), (-1, 15, 40)])
+def test_a_queue_that_is_cut_while_it_is_read_gives_each_group_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_at: tuple[int, ...]
+) -> None:
+    """`cut_at`: after so many groups; -1: between two looks at the directory."""
+    queue, places, found = tmp_path / "buffer" / "queue", dict[int, int](), list[int]()
+    journal, look = Journal(queue, segment_bytes=600), Path.glob
+
+    def stored(group: int) -> bytes:
+        return encode(Stored(group=group, experiences=encode([made(0.5, [8])])))
+
+    def store(count: int) -> None:
+        for group in range(len(places), len(places) + count):
+            places[group] = journal.position
+            journal.append([stored(group)])
+
+    def cut() -> None:
+        """What lies before some file: of that every second group stays."""
+        end = journal.cut(journal.position)
+        assert end is not None
+        old = [group for group, at in places.items() if 0 <= at < end]
+        journal.install(journal.write_base(end, map(stored, old[::2])))
+        places.update({group: -1 for group in old[1::2]})
+        store(10)
+
+    def looked(path: Path, pattern: str) -> list[Path]:
+        there = list(look(path, pattern))
+        if path == queue and -1 in pending:
+            pending.remove(-1)
+            cut()
+        return there
+
+    pending = list(cut_at)
+    store(60)
+    monkeypatch.setattr(Path, "glob", looked)
+    for one in read_experiences(tmp_path):
+        found.append(one.group)
+        if len(found) - 1 in pending:
+            pending.remove(len(found) - 1)
+            cut()
+    journal.close()
+    assert not pending and len(found) == len(set(found))
+    needed = {group for group, at in places.items() if at >= 0 and group < 60}
+    assert set(found) >= needed and len(needed) < 40
+
+
 def test_a_file_of_experiences_is_read_exactly(tmp_path: Path) -> None:
     one = made(0.25, [8, 9], metrics={"right": 0.25})
     (tmp_path / "a.jsonl").write_bytes(msgspec.json.encode(one, enc_hook=listed) + b"\n")
