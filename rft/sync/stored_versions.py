@@ -35,7 +35,8 @@ class Deposits:
 
     Belongs to one synchronizer; `sizes`: buckets of each stream of the plan that its trainer
     follows. Of one version all streams are handed out or none; references are given up as soon as a
-    newer version is served, and with the last one that reads them the objects go.
+    newer version is served, and with the last one that reads them the objects go. Of a version that
+    is given up nothing is kept, also of what comes later.
     """
 
     def __init__(self) -> None:
@@ -51,8 +52,8 @@ class Deposits:
         self._left.clear()
 
     async def put(self, mark: Mark, stream: int, number: int, bucket: tuple[Any, str]) -> None:
-        if self._done is not None and mark <= self._done:
-            return  # it was left twice
+        if mark in self._lost or (self._done is not None and mark <= self._done):
+            return  # nobody takes it, or it was left twice
         self._left[mark][stream, number] = bucket
         async with self._changed:
             self._changed.notify_all()
@@ -60,6 +61,7 @@ class Deposits:
     async def give_up(self, mark: Mark) -> None:
         """Some of `mark` never comes."""
         self._lost.add(mark)
+        self._left.pop(mark, None)
         async with self._changed:
             self._changed.notify_all()
 
@@ -84,9 +86,9 @@ class Deposits:
             raise TimeoutError(
                 f"version {mark[1]}: after {timeout:g} s there are {', '.join(late)}"
             ) from None
-        buckets = self._left.pop(mark)
         if mark in self._lost:
             raise VersionLost(f"version {mark[1]} was left with a synchronizer that died")
+        buckets = self._left.pop(mark)
         self._done = mark
         streams = [
             [buckets[index, number] for number in range(size)]

@@ -3,6 +3,8 @@ taken by an engine worker.
 """
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from rft.sync.connection import PeerLost
 from rft.sync.origins import DepositThread, packed
 from rft.sync.plan import StreamPlan
 from rft.sync.readers import HandedBuckets
-from rft.sync.stored_versions import Deposits
+from rft.sync.stored_versions import Deposits, VersionLost
 
 SHAPES = {"rows": (30, 7), "columns": (9, 16), "vector": (13,), "half": (6, 5)}
 # dim, and where rank 1's part begins
@@ -128,6 +130,41 @@ def test_a_version_is_complete_when_every_stream_is_there() -> None:
         await deposits.put((3, 1), 0, 0, "a")
         await deposits.put((3, 1), 1, 0, "b")
         assert (await waiting).streams == [["a"], ["b", "c"]]
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("asked_at", range(4))
+def test_nothing_is_held_of_a_version_that_is_given_up_whatever_comes_later(asked_at: int) -> None:
+    """One rank's weights have changed, those of others are still the same."""
+
+    class Bucket:
+        """Of shared memory, while somebody refers to it."""
+
+    async def scene() -> None:
+        deposits, mark, held = Deposits(), (3, 1), list[weakref.ref[Bucket]]()
+        deposits.begin([1, 2])
+
+        async def left(stream: int, number: int) -> None:
+            bucket = Bucket()
+            held.append(weakref.ref(bucket))
+            await deposits.put(mark, stream, number, (bucket, "digest"))
+
+        waiting, steps = None, [left(0, 0), deposits.give_up(mark), left(1, 0), left(1, 1)]
+        for at, step in enumerate(steps):
+            if at == asked_at:
+                waiting = asyncio.create_task(deposits.complete(mark, 20.0))
+                await asyncio.sleep(0)
+            await step
+        assert waiting is not None
+        with pytest.raises(VersionLost, match="version 1"):
+            await waiting
+        gc.collect()
+        assert [one() for one in held] == [None] * 3
+        mark = (3, 2)
+        for stream, number in ((0, 0), (1, 0), (1, 1)):
+            await left(stream, number)
+        assert len((await deposits.complete(mark, 20.0)).streams) == 2
 
     asyncio.run(scene())
 
