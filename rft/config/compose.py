@@ -42,6 +42,7 @@ from rft.ground.shipped import shipped
 
 CONFIG_DIR = str(shipped("configs"))
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # to another key
+OPENED = re.compile(r"(\\*)\$\{")  # an interpolation; a text again by one more backslash
 VALUED = (  # Hydra's own flags that take a value
     "--config-dir",
     "--config-name",
@@ -315,11 +316,16 @@ def _texts(node: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
 
 def save(config: Config, path: Path) -> None:
     """Write the resolved config that ranks and actors read; of a secret only the name of the
-    variable that brings it to them.
+    variable that brings it to them. Everything else is resolved: `load` gives each text as it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = OmegaConf.to_yaml(OmegaConf.create(redact.passed_on(asdict(config))))
+    text = OmegaConf.to_yaml(OmegaConf.create(redact.passed_on(asdict(config), _escaped)))
     path.write_text(text, encoding="utf-8")
+
+
+def _escaped(text: str) -> str:
+    """What OmegaConf resolves to `text`: of backslashes before `${` it takes half."""
+    return OPENED.sub(r"\1\1\\${", text)
 
 
 def load(path: str | Path) -> Config:

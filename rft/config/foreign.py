@@ -82,7 +82,9 @@ def _in_order(value: Any) -> Any:
     return sorted(map(str, value)) if isinstance(value, list) else value
 
 
-REFERENCE = re.compile(r"(\$\{(?:oc\.select:)?)([A-Za-z_][\w.]*)")
+REFERENCE = re.compile(  # not one that a backslash makes a text
+    r"(?<!\\)((?:\\\\)*\$\{(?:oc\.select:)?)([A-Za-z_][\w.]*)"
+)
 
 
 def localized(node: Any, block: dict[str, Any], place: str) -> Any:

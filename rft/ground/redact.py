@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -75,22 +75,30 @@ def variable_of(value: str, environment: Mapping[str, str] = os.environ) -> str 
     return min(names) if names and len(value) >= MIN_LENGTH else None
 
 
-def passed_on(config: Any, path: str = PASSED_ON.rstrip("_")) -> Any:
+def passed_on(config: Any, escaped: Callable[[str], str], path: str = PASSED_ON.rstrip("_")) -> Any:
     """`config` with a variable's name in the place of every secret; the processes that this one
     starts have that variable.
+
+    `escaped`: all other texts, so that none is read as such a name.
     """
     if isinstance(config, Mapping):
-        return {key: _passed_on(str(key), value, f"{path}_{key}") for key, value in config.items()}
+        return {
+            key: _passed_on(str(key), value, escaped, f"{path}_{key}")
+            for key, value in config.items()
+        }
     if isinstance(config, list):
-        return [_passed_on("", value, f"{path}_{number}") for number, value in enumerate(config)]
+        return [
+            _passed_on("", value, escaped, f"{path}_{number}")
+            for number, value in enumerate(config)
+        ]
     return config
 
 
-def _passed_on(key: str, value: Any, path: str) -> Any:
+def _passed_on(key: str, value: Any, escaped: Callable[[str], str], path: str) -> Any:
     if not isinstance(value, str):
-        return passed_on(value, path)
+        return passed_on(value, escaped, path)
     if not value or not (is_secret_key(key) or text(value) != value):
-        return value
+        return escaped(value)
     name = variable_of(value) or re.sub(r"\W", "_", path).upper()
     os.environ[name] = value
     return f"${{oc.env:{name}}}"

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from rft import config as configs
@@ -312,6 +314,24 @@ def test_resolved_config_round_trips_without_secrets(
     assert configs.load(tmp_path / "resolved.yaml") == config, (
         "the processes of the run have it by their environment"
     )
+
+
+HARD_TEXTS = ["${seed}", "it costs ${amount}", "${{ m['content'] }}", "${oc.env:HOME}", r"\${a}"]
+
+
+@settings(max_examples=5, deadline=None, phases=[Phase.generate])
+@given(st.lists(st.text(alphabet="${}\\\n '\"a.:"), min_size=20, max_size=40))
+def test_every_text_is_read_again_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, made: list[str]
+) -> None:
+    """A template's `${` is no interpolation, whatever stands around it."""
+    path, config, texts = tmp_path_factory.mktemp("texts") / "a.yaml", Config(), HARD_TEXTS + made
+    config.name, config.model.model_path = "run", "here"
+    config.model.custom_chat_template = "".join(texts)
+    config.explorer.env_vars = {f"V{number}": text for number, text in enumerate(texts)}
+    config.trainer.trainer_config = {"lr": 1.0, "of": [*texts, "${lr}"]}
+    configs.save(config, path)
+    assert configs.load(path) == config
 
 
 def test_no_continuing_gives_the_run_a_new_name(assets: Path, tmp_path: Path) -> None:
