@@ -297,11 +297,13 @@ def _steps(c: Config, at_start: bool) -> Iterator[str]:
     per_epoch = 0
     if not reads_files(c):
         sets = [(key, one) for key, one, is_eval in tasksets(c) if not is_eval]
+        if not sets:  # as many as the experiences fill that explorers store, or stored
+            return
         unread = any(is_unread(c, one.path) for _, one in sets)
         if unread or (not at_start and any(is_table(one) for _, one in sets)):
             return
         total = sum(Taskset.count(one, key) for key, one in sets)
-        if sets and total < buffer.batch_size:
+        if total < buffer.batch_size:
             paths = ", ".join(str(one.path) for _, one in sets)
             yield (
                 f"buffer.batch_size={buffer.batch_size} is more than the {total} rows of {paths}: "

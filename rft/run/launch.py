@@ -294,15 +294,17 @@ def describe(config: Config) -> str:
             f"etp{m.expert_tensor_parallel_size or m.tensor_model_parallel_size}"
         )
     parts = [f"mode={config.mode}", f"algorithm={config.algorithm.algorithm_type}"]
+    last = config.trainer.total_steps
+    steps = "steps until the data ends" if last is None else f"{last} steps"
     if is_remote(config):
         parts += [
             f"{config.model.tinker.base_model} at a Tinker service",
-            f"{config.trainer.total_steps} steps",
+            steps,
         ]
     elif config.mode in TRAINING:
         parts += [
             f"{config.trainer.num_ranks} trainer rank(s) ({layout})",
-            f"{config.trainer.total_steps} steps",
+            steps,
         ]
     if not reads_files(config):
         kind = "sampling client(s)" if is_remote(config) else "vLLM engine(s)"

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from rft import config as configs
 from rft import preflight
 from rft.config import ConfigError
 from rft.preflight.rules import Refusals
+from rft.run import launch
 from tests.unit.test_config import grpo
 
 GIVEN = "buffer.explorer_input"
@@ -28,6 +30,21 @@ def test_agents_of_a_mixture_have_the_api_and_are_checked(assets: Path, tmp_path
     assert config.explorer.rollout_model.enable_openai_api
     with pytest.raises(ConfigError, match=r"tasksets\.1\.workflow_args: .* needs one of agent="):
         grpo(assets, tmp_path, *mixture(assets, ""))
+
+
+def test_a_trainer_without_tasks_of_its_own_ends_with_the_data(
+    assets: Path, tmp_path: Path
+) -> None:
+    """Which others store; the ranks read the config as it was checked."""
+    alone = ["mode=train", f"{GIVEN}.taskset=null"]
+    database = "buffer.trainer_input.experience_buffer.storage_type=sql"
+    address = f"buffer.trainer_input.experience_buffer.path=sqlite:///{tmp_path / 'a.db'}"
+    for words in (alone, [*alone, database, address]):
+        (config,) = grpo(assets, tmp_path, *words)
+        assert config.trainer.total_steps is None
+        configs.save(config, tmp_path / "resolved.yaml")
+        assert configs.load(tmp_path / "resolved.yaml") == config
+        assert launch.describe(config).count("steps until the data ends") == 1
 
 
 def test_one_start_tells_every_mistake_in_the_order_of_the_sections(
