@@ -338,7 +338,9 @@ def _beside(c: Config, key: str) -> Iterator[str]:
 
 def _auxiliary(c: Config) -> Iterator[str]:
     for number, one in enumerate(c.explorer.auxiliary_models):
-        yield from all_of(_auxiliary_model(f"{AUXILIARY}.{number}", one))
+        key = f"{AUXILIARY}.{number}"
+        for said in all_of(_auxiliary_model(key, one)):  # those of any model are of the policy's
+            yield said.replace(MODEL, f"{key}.model_path")
 
 
 def _auxiliary_model(key: str, one: AuxiliaryModelConfig) -> Iterator[str]:

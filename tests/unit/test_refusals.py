@@ -566,6 +566,11 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ),
     ("explorer.auxiliary_models=[a]", "explorer.auxiliary_models", ""),
     (
+        "explorer.auxiliary_models=[{name:judge,model_path:/nope}]",
+        "explorer.auxiliary_models.0.model_path=/nope: cannot read",
+        "give the directory of a Hugging Face checkpoint",
+    ),
+    (
         "explorer.auxiliary_models=[{nme:a,model_path:x}]",
         "explorer.auxiliary_models.nme",
         "did you mean `explorer.auxiliary_models.name`",
