@@ -24,7 +24,7 @@ from rft.config import file as config_file
 from rft.config.compose import CONFIG_DIR
 from rft.extras import sweep as sweeps
 from rft.ground import plugins
-from rft.ground.errors import Problem, problems_of, refuse, refuse_all
+from rft.ground.errors import Problem, problems_of, refuse, refuse_all, unreadable
 from rft.ground.plugins import imported
 from rft.ground.process import raise_open_files
 
@@ -137,7 +137,8 @@ def prepared_stages(
     drafts = configs.stage_drafts(raw, told)
     stages, unread = [draft.config for draft in drafts], list[str]()
     problems = list(problems_of(_prepare, drafts))
-    if problems or not Path(stages[0].model.model_path).exists():
+    model = stages[0].model.model_path
+    if problems or not (unreadable(model) or Path(model).exists()):
         unread += preflight.WRITTEN if stages[0].prepare else ()
     if of_plugins := problems_of(_load_plugins, stages):
         problems, unread = [*problems, *of_plugins], [*unread, *preflight.NAMING]
@@ -175,9 +176,10 @@ def rename_if_taken(raw: DictConfig) -> None:
     name (row A13). The same launch has the same run, whichever of its starts this is.
     """
     directory = Path(raw.checkpoint_root_dir) / raw.project / raw.name
-    taken = directory.is_dir() and any(directory.iterdir())
     key = "continue_from_checkpoint"
-    if taken and not configs.converted(key, raw[key]):
+    if configs.converted(key, raw[key]) or unreadable(directory):  # then it is refused later
+        return
+    if directory.is_dir() and any(directory.iterdir()):
         from rft.run import owners
 
         raw.name = owners.own_run(directory) or f"{raw.name}_{datetime.now():%Y%m%d%H%M%S}"

@@ -24,6 +24,7 @@ from rft.data import remote
 from rft.data.files import StatelessSource
 from rft.ground import durable
 from rft.ground.columns import listed, unpacked
+from rft.ground.errors import unreadable
 from rft.ground.experience import Batch, Experience, decode
 
 KEY = "buffer.trainer_input.experience_buffer.path"
@@ -116,6 +117,8 @@ def read(path: str | Path, key: str = KEY) -> Iterator[list[Experience]]:
         for one in remote.files(source, "train", None, key.removesuffix(".path")):
             yield from read(one, key)
         return
+    if said := unreadable(path):
+        raise ConfigError(f"{key}: {said}")
     if not Path(path).is_file():
         raise ConfigError(
             f"{key}: {path} is no file: give the .jsonl that a run or `rft buffer dump` wrote"

@@ -24,6 +24,7 @@ import msgspec
 
 from rft.config import ConfigError, FormatConfig
 from rft.data import formats, remote
+from rft.ground.errors import unreadable
 from rft.ground.experience import Batch
 
 TABLES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}  # builders of `datasets`
@@ -128,6 +129,8 @@ def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path
     if source := remote.source_of(path, SUFFIXES):
         return _of_one_kind(remote.files(source, split, subset, key), path, split, key)
     root = Path(path)
+    if said := unreadable(root):
+        raise ConfigError(f"{key}.path: {said}")
     if not root.exists():
         near = difflib.get_close_matches(root.name, [p.name for p in root.parent.glob("*")], 1)
         hint = f"; did you mean {root.parent / near[0]}?" if near else ""

@@ -29,6 +29,7 @@ from rft.data.files import (
     load_table,
     task_needs,
 )
+from rft.ground.errors import unreadable
 
 RAW = "raw_task"  # a column of whole rows as JSON, as Trinity-RFT writes its tables
 STORAGES = ("file", "sql")
@@ -171,6 +172,8 @@ class SqlRows(Sequence[dict[str, Any]]):
         self.path = str(config.path).removeprefix("sqlite:///")
         self.messages = config.format.messages_key if formats.has_messages(config.format) else None
         self._connection: sqlite3.Connection | None = None
+        if said := unreadable(self.path):
+            raise ConfigError(f"{key}.path: {said}")
         if not Path(self.path).is_file():
             raise ConfigError(
                 f"{key}.path: {self.path} does not exist; storage_type=sql reads an SQLite file"

@@ -3,8 +3,10 @@
 In: sentences, each naming a key and the fix. Out: one error with all of them, and exit code 2.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 REFUSED = 2  # exit code
@@ -54,6 +56,20 @@ def all_of(sentences: Iterable[str]) -> Iterator[str]:
         yield from sentences
     except ConfigError as error:
         yield from error.problems
+
+
+def unreadable(path: str | Path) -> str:
+    """What to say behind the key of a path that this user may not read, and `Path.exists` raises
+    for; empty where nothing is there, or nothing is wrong.
+    """
+    try:
+        wanted = os.R_OK | os.X_OK if Path(path).is_dir() else os.R_OK
+        there = Path(path).exists()
+    except OSError as error:
+        reason = error.strerror
+    else:
+        reason = "" if not there or os.access(path, wanted) else "Permission denied"
+    return reason and f"{path} cannot be read ({reason}): let this user read it, or give another"
 
 
 def refuse_all(problems: Iterable[str]) -> None:

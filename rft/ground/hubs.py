@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rft.ground import durable
-from rft.ground.errors import ConfigError, Late
+from rft.ground.errors import ConfigError, Late, unreadable
 
 Kind = Literal["model", "dataset"]
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -93,7 +93,7 @@ def name_of(text: str, kind: Kind, suffixes: tuple[str, ...] = ()) -> Name | Non
     if text.startswith("hf://"):
         match = FILE.fullmatch(text) if kind == "dataset" else None
         match = match or NAME.fullmatch(text.removeprefix("hf://").removeprefix(f"{kind}s/"))
-    elif text.endswith(suffixes or ("://",)) or Path(text).exists():
+    elif text.endswith(suffixes or ("://",)) or unreadable(text) or Path(text).exists():
         return None
     else:
         match = NAME.fullmatch(text)

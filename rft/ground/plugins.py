@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from rft.ground.errors import ConfigError
+from rft.ground.errors import ConfigError, unreadable
 
 VARIABLE = "RFT_PLUGIN_DIRS"
 TABLES = {  # kind: where its table lies; imported with the first of its kind
@@ -116,6 +116,8 @@ def load(directories: Iterable[str] = ()) -> list[str]:
         dict.fromkeys(str(Path(one).expanduser().resolve()) for one in directories or named())
     )
     for directory in map(Path, paths):
+        if said := unreadable(directory):
+            raise ConfigError(f"plugin_dirs: {said}, or correct {VARIABLE}")
         if not directory.is_dir():
             raise ConfigError(
                 f"plugin_dirs: {directory} is no directory; correct it, or {VARIABLE}"

@@ -26,6 +26,7 @@ from rft.config import verl as verl_keys
 from rft.config.choices import fill_choices
 from rft.extras.pipeline.output import place
 from rft.extras.pipeline.worker_process import TASKS
+from rft.ground.errors import unreadable
 from rft.preflight.rules import Refusals, Rule, tasksets
 from rft.preflight.rules_data import EVAL, agents, environments, names
 from rft.preflight.rules_run import APART, GIVEN, SHARED
@@ -173,6 +174,8 @@ def _derive_template(config: Config) -> None:
     """chat_template_path wins over custom_chat_template (D4)."""
     if config.model.chat_template_path:
         path = Path(config.model.chat_template_path)
+        if said := unreadable(path):
+            raise ConfigError(f"model.chat_template_path: {said}")
         if not path.is_file():
             raise ConfigError(f"model.chat_template_path={path}: no such file")
         config.model.custom_chat_template = path.read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from rft.data import remote
 from rft.data.files import SUFFIXES
 from rft.extras.pipeline.output import destination
 from rft.ground import hubs
-from rft.ground.errors import problems_of
+from rft.ground.errors import problems_of, unreadable
 from rft.preflight.rules import Refusals, tasksets
 from rft.preflight.rules_data import BESIDE
 from rft.preflight.rules_trainer import BUFFER
@@ -56,7 +56,8 @@ def noted(configs: list[Config]) -> dict[str, str]:
             continue
         job = job_dir(config)
         for place in (job, job / "explorers" / config.explorer.name):
-            if (path := place / "resolved.yaml").is_file():
+            path = place / "resolved.yaml"
+            if not unreadable(path) and path.is_file():  # else told by a rule
                 found |= dict(OmegaConf.load(path).get("commits") or {})  # type: ignore[union-attr]
     return found
 

@@ -38,7 +38,7 @@ from rft.config.layout import (
 )
 from rft.ground import host_memory, hubs
 from rft.ground.adapters import Lora, adapter_names
-from rft.ground.errors import all_of, problems_of
+from rft.ground.errors import all_of, problems_of, unreadable
 from rft.ground.families import num_experts, rope_of
 from rft.ground.names import Dims, architecture_of, hf_names, is_expert, read_hf_config
 from rft.megatron import overrides
@@ -313,6 +313,9 @@ def _beside(c: Config, key: str) -> Iterator[str]:
     if not is_needed:
         yield f"{key}={path}: nothing here uses that model; leave it out, or set {with_it}"
         return
+    if said := unreadable(path):
+        yield f"{key}: {said}"
+        return
     if not _has_weights(path):
         yield (
             f"{key}={path} has no *.safetensors: give the directory of a Hugging Face checkpoint"
@@ -388,9 +391,9 @@ BESIDE_POLICY = (
 def _directory(c: Config) -> None:
     """Nothing is left behind: a config may be refused for other reasons."""
     directory = nearest = job_dir(c)
-    while not nearest.exists():
-        nearest = nearest.parent
     try:
+        while not nearest.exists():
+            nearest = nearest.parent
         probe = nearest / f".probe-{uuid.uuid4().hex[:12]}"
         probe.write_bytes(os.urandom(16))
         probe.unlink()

@@ -5,6 +5,7 @@ and what to do.
 make sense together.
 """
 
+import ctypes
 import json
 import re
 import shutil
@@ -931,6 +932,63 @@ def base(assets: Path) -> DictConfig:
 def split(overrides: str) -> list[str]:
     """Words at spaces that are not quoted for Hydra."""
     return re.findall(r"(?:[^\s']|'[^']*')+", overrides)
+
+
+CLOSED = [  # the key of a path that this user may not read, what else is needed, what the key says
+    ("checkpoint_root_dir", "", "checkpoint_root_dir: cannot write to"),
+    ("checkpoint_root_dir", "continue_from_checkpoint=false", "checkpoint_root_dir: cannot write"),
+    ("model.model_path", "", "model.model_path=CLOSED: cannot read config.json"),
+    ("model.chat_template_path", "", "model.chat_template_path: CLOSED cannot be read"),
+    ("model.ref_model_path", "algorithm.kl_loss_fn=k2", "model.ref_model_path: CLOSED"),
+    ("plugin_dirs.0", "plugin_dirs=[CLOSED]", "plugin_dirs: CLOSED"),
+    (f"{TASKSET}.path", "", f"{TASKSET}.path: CLOSED"),
+    (f"{ROWS}.path", f"algorithm.algorithm_type=sft {OF_ROWS}", f"{ROWS}.path: CLOSED"),
+    (f"{ROWS}.path", f"mode=train {ROWS}.storage_type=file", f"{ROWS}.path: CLOSED"),
+]
+REFUSED_EACH = """
+import json, sys
+from rft import config as configs, train
+configs.register_schema()
+for words in json.load(sys.stdin):
+    try:
+        train.prepared_stages(configs.compose(words))
+    except configs.ConfigError as error:
+        print(error)
+"""
+
+
+def without_privileges() -> None:
+    """What is to run next obeys permissions, though it be root's."""
+    for capability in (1, 2):  # DAC_OVERRIDE, DAC_READ_SEARCH
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+def test_a_path_that_this_user_may_not_read_is_refused_by_its_key(
+    assets: Path, tmp_path: Path
+) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    asked = []
+    for key, more, _ in CLOSED:
+        path = closed / "a.jsonl"
+        words = more.replace("EVAL", str(assets / "eval.jsonl")).replace("CLOSED", str(path))
+        own = [] if "[" in more else [f"{key}={path}"]
+        root = f"checkpoint_root_dir={tmp_path}"
+        asked.append([*of_grpo(assets), "device=cpu", "monitor=none", root, *words.split(), *own])
+    closed.chmod(0)
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED_EACH],
+        input=json.dumps(asked),
+        preexec_fn=without_privileges,
+        capture_output=True,
+        text=True,
+    )
+    closed.chmod(0o700)
+    said = done.stdout.splitlines()
+    assert done.returncode == 0 and len(said) == len(CLOSED), (said, done.stderr)
+    for line, (_, _, start) in zip(said, CLOSED, strict=True):
+        assert line.startswith(start.replace("CLOSED", str(closed / "a.jsonl"))), line
+        assert "Permission denied" in line
 
 
 @pytest.mark.verify
