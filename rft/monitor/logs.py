@@ -183,19 +183,26 @@ def flush() -> None:
         stream.flush()
 
 
+def attempts(job: Path) -> list[tuple[int, Path]]:
+    """(number, directory) of each, the first one first. What else lies there under a like name is
+    somebody's own: a copy, an archive.
+    """
+    named = ((path.name.removeprefix("attempt_"), path) for path in job.glob("logs/attempt_*"))
+    return sorted((int(number), path) for number, path in named if number.isdecimal())
+
+
 def new_attempt(job: Path) -> Path:
     """Create logs/attempt_<n> and point logs/latest at it. Secrets are taken out of what attempts
     have left that were killed.
     """
     root = job / "logs"
     root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob("attempt_*"):
+    begun = attempts(job)
+    for _, left in begun:
         if not (left / SCRUBBED).exists():
             _take(left)
             end_attempt(left)
-    number = (
-        max((int(p.name.removeprefix("attempt_")) for p in root.glob("attempt_*")), default=0) + 1
-    )
+    number = begun[-1][0] + 1 if begun else 1
     while True:  # explorers and a trainer of one run may start at the same time
         directory = root / f"attempt_{number}"
         try:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rft.monitor.logs import attempts
+
 ORDER = ("supervisor", "rank", "checkpoint_agent", "synchronizer", "explorer", "buffer", "engine")
 Event = dict[str, Any]
 # of the end that the report draws: so many steps, if they take no longer, and so many spans at most
@@ -95,17 +97,13 @@ def load(run: Path) -> list[Track]:
     tracks: list[Track] = []
     for directory in stage_dirs(run):
         stage = directory.name if directory != run else ""
-        for attempt in sorted(directory.glob("logs/attempt_*"), key=number_of):
-            tracks += [_track(stage, attempt, parts) for parts in _processes(attempt / "trace")]
+        for number, attempt in attempts(directory):
+            tracks += [_track(stage, number, parts) for parts in _processes(attempt / "trace")]
     begun = {directory.name: place for place, directory in enumerate(stage_dirs(run))}
     tracks.sort(key=lambda track: (begun.get(track.stage, 0), *track.order))
     for number, track in enumerate(tracks, start=1):
         track.number = number
     return tracks
-
-
-def number_of(attempt: Path) -> int:
-    return int(attempt.name.removeprefix("attempt_"))
 
 
 def _processes(directory: Path) -> list[list[Path]]:
@@ -116,11 +114,9 @@ def _processes(directory: Path) -> list[list[Path]]:
     return list(grouped.values())
 
 
-def _track(stage: str, attempt: Path, parts: list[Path]) -> Track:
+def _track(stage: str, attempt: int, parts: list[Path]) -> Track:
     part = re.sub(r"-\d+$", "", parts[-1].name.removesuffix(".json"))
-    return Track(
-        stage, number_of(attempt), part, 0, [event for path in parts for event in events_of(path)]
-    )
+    return Track(stage, attempt, part, 0, [event for path in parts for event in events_of(path)])
 
 
 def events_of(path: Path) -> Iterator[Event]:

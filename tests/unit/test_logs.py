@@ -14,6 +14,7 @@ import pytest
 
 from rft.config import LogConfig
 from rft.monitor import left_out, logs
+from rft.tools import timeline
 from rft.trainer.reporting import SkippedSteps
 
 UNABLE = """
@@ -122,6 +123,16 @@ def test_attempts_are_numbered_and_the_latest_is_linked(tmp_path: Path) -> None:
         "attempt_3",
     ]
     assert (tmp_path / "logs" / "latest").resolve().name == "attempt_3"
+
+
+def test_what_an_operator_keeps_beside_the_attempts_is_none(tmp_path: Path) -> None:
+    kept = logs.new_attempt(tmp_path).with_name("attempt_1_bad")
+    kept.mkdir()
+    for name in ("attempt_7.tar.gz", "attempt_", "attempt_x", "attempt_\u00b2"):
+        kept.with_name(name).touch()
+    assert logs.new_attempt(tmp_path).name == "attempt_2"
+    assert [number for number, _ in logs.attempts(tmp_path)] == [1, 2]
+    assert timeline.load(tmp_path) == [] and not list(kept.iterdir())
 
 
 def test_a_rank_that_fails_asks_its_siblings_for_their_stacks(tmp_path: Path) -> None:
