@@ -19,9 +19,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 from rft.config import TRAINING, CardsConfig, Config, ConfigError
@@ -95,7 +96,7 @@ def look(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) ->
         cards,
         driver,
         source,
-        tuple(str(card.index) for card in cards) if told is None else _named(told, len(cards)),
+        tuple(str(card.index) for card in cards) if told is None else _named(told, cards),
         told is not None,
         launcher,
         _local_ranks(environment) if launcher else 0,
@@ -140,14 +141,21 @@ def _loaded_driver(version: Path) -> str:
     return found.group() if found else ""
 
 
-def _named(told: str, count: int) -> tuple[str, ...]:
-    """As CUDA reads it: up to the first name that no GPU has."""
-    names = []
-    for name in map(str.strip, told.split(",")):
-        if not name or (re.fullmatch(r"-?\d+", name) and not 0 <= int(name) < count):
-            break
-        names.append(name)
-    return tuple(names)
+def _named(told: str, cards: Sequence[Card]) -> tuple[str, ...]:
+    """As CUDA reads it: up to the first name that no GPU has, like -1, none or NoDevFiles."""
+    names = map(str.strip, told.split(","))
+    return tuple(takewhile(lambda name: _is_one(name, cards), names))
+
+
+def _is_one(name: str, cards: Sequence[Card]) -> bool:
+    """By its number or the beginning of its UUID; that of a part of a GPU, or where the driver has
+    no tool, is not known here.
+    """
+    if re.fullmatch(r"-?\d+", name):
+        return 0 <= int(name) < len(cards)
+    if name.startswith("GPU-") and any(card.uuid for card in cards):
+        return any(card.uuid.startswith(name) for card in cards)
+    return bool(cards) and name.startswith(("GPU-", "MIG-"))
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> str | None:

@@ -180,7 +180,11 @@ def test_the_device_files_are_counted_where_the_driver_has_no_tool(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("told", "visible"),
-    [("", ""), ("-1", ""), ("1", "1"), ("1,0", "1 0"), ("0,7,1", "0"), ("GPU-ab,1", "GPU-ab 1")],
+    [
+        *(("", ""), ("-1", ""), ("1", "1"), ("1,0", "1 0"), ("0,7,1", "0")),
+        *(("GPU-ab,1", "GPU-ab 1"), ("MIG-ab", "MIG-ab")),
+        *(("none", ""), ("NoDevFiles", ""), ("void", ""), ("1,none,0", "1")),
+    ],
 )
 def test_visible_devices_are_read_as_cuda_reads_them(
     told: str, visible: str, tmp_path: Path
@@ -190,6 +194,16 @@ def test_visible_devices_are_read_as_cuda_reads_them(
         (tmp_path / f"dev/nvidia{number}").touch()
     environment = {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": told}
     assert " ".join(cards.look(environment, tmp_path).visible) == visible
+    assert cards.look(environment, tmp_path / "no GPU").visible == ()
+
+
+def test_a_uuid_is_that_of_a_gpu_that_the_driver_tells(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, H100, GPU-ab12, 81559, 0, 580.65'\n")
+    tool.chmod(0o755)
+    for told, visible in (("GPU-ab", ("GPU-ab",)), ("GPU-cd,0", ()), ("0,GPU-cd", ("0",))):
+        environment = {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": told}
+        assert cards.look(environment).visible == visible
 
 
 def test_an_engine_that_is_added_takes_cards_that_nobody_has() -> None:
