@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import MISSING
 
-from rft.config.values import Bool, Float, Int, PosFloat, PosInt, Section, Str
+from rft.config.values import Bool, FinitePosFloat, Float, Int, PosInt, Seconds, Section, Str
 
 TASKSET_KEY = "buffer.explorer_input.taskset"
 
@@ -164,14 +164,14 @@ class ExperienceBufferConfig(Section):
     subset_name: Annotated[Str | None, "file: a directory in path"] = None
     split: Annotated[Str, "which part of a directory of data files"] = "train"
     shuffle: Annotated[Bool, "supervised rows; experiences keep their order"] = True
-    max_read_timeout: Annotated[
-        PosFloat, "seconds; afterwards the incomplete batch is returned"
-    ] = 1800.0
+    max_read_timeout: Annotated[Seconds, "seconds; afterwards the incomplete batch is returned"] = (
+        1800.0
+    )
     lease_s: Annotated[
-        PosFloat, "sql: a process that is silent for so long no longer holds what it took"
+        Seconds, "sql: a process that is silent for so long no longer holds what it took"
     ] = 60.0
     max_experience_mb: Annotated[
-        PosFloat, "sql: a group with a larger experience fails, counted"
+        FinitePosFloat, "sql: a group with a larger experience fails, counted"
     ] = 32.0
     schema_type: Annotated[
         Literal["sft", "dpo", "experience"] | None, "what it holds; default: what reads it"

@@ -8,11 +8,13 @@ from omegaconf import MISSING
 from rft.config.values import (
     AnyPort,
     Bool,
+    FiniteNonNegFloat,
+    FinitePosFloat,
     Int,
-    NonNegFloat,
     NonNegInt,
     PosFloat,
     PosInt,
+    Seconds,
     Section,
     Share,
     SharePart,
@@ -36,7 +38,7 @@ class EngineConfig(Section):
         "max_staleness admits",
     ] = None
     enable_prefix_caching: Annotated[Bool, "prompts that begin alike are computed once"] = True
-    kv_cache_gb: Annotated[PosFloat, "CPU only"] = 1.0
+    kv_cache_gb: Annotated[FinitePosFloat, "CPU only"] = 1.0
     gpu_memory_utilization: Annotated[
         Share | None, "GPU only; default: 0.9, or 0.5 with cluster.colocate"
     ] = None
@@ -112,7 +114,7 @@ class OverRolloutConfig(Section):
         SharePart, "a step waits for (1 - ratio) x batch_size groups; not with sync_style=fixed"
     ] = 0.0
     wait_after_min: Annotated[
-        NonNegFloat,
+        FiniteNonNegFloat,
         "seconds for the others, once those are there; then they are cancelled and counted",
     ] = 30.0
     return_partial_tasks: Annotated[
@@ -135,14 +137,14 @@ class ExplorerConfig(Section):
         PosInt | None,
         "groups in flight per engine; default: 8, on a GPU as many as fill max_num_seqs",
     ] = None
-    max_timeout: Annotated[PosFloat, "seconds for one task, all attempts together"] = 900.0
+    max_timeout: Annotated[Seconds, "seconds for one task, all attempts together"] = 900.0
     max_retry_times: Annotated[
         NonNegInt, "further attempts after one that failed, inside max_timeout"
     ] = 2
     over_rollout: OverRolloutConfig = field(default_factory=OverRolloutConfig)
     dynamic_timeout: DynamicTimeoutConfig = field(default_factory=DynamicTimeoutConfig)
     runner_state_report_interval: Annotated[
-        NonNegFloat, "seconds, for lines in explorer.log of what each does; 0: none"
+        FiniteNonNegFloat, "seconds, for lines in explorer.log of what each does; 0: none"
     ] = 0.0
     env_vars: Annotated[dict[str, Str], "environment of workflows and rewards"] = field(
         default_factory=dict
@@ -154,7 +156,7 @@ class ExplorerConfig(Section):
         "docs/security.md",
     ] = field(default_factory=list)
     reward_workers: Annotated[PosInt, "processes that compute rewards"] = 1
-    reward_timeout: Annotated[PosFloat, "seconds for one reward; then its worker is killed"] = 10.0
+    reward_timeout: Annotated[Seconds, "seconds for one reward; then its worker is killed"] = 10.0
     rollout_model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
     auxiliary_models: Annotated[
         list[AuxiliaryModelConfig], "judges and the like: docs/agents.md"
@@ -167,7 +169,7 @@ class ExplorerConfig(Section):
     ] = "127.0.0.1"
     proxy_port: Annotated[AnyPort, "of the OpenAI API; 0: any free one"] = 0
     session_timeout: Annotated[
-        PosFloat, "mode=serve: seconds without use until a session without reward is forgotten"
+        Seconds, "mode=serve: seconds without use until a session without reward is forgotten"
     ] = 3600.0
     eval_interval: Annotated[
         NonNegInt, "policy versions between evaluations; 0: only at start and end"

@@ -29,6 +29,7 @@ from rft.config.values import (
     PosFloat,
     PosInt,
     RunPort,
+    Seconds,
     Section,
     Str,
 )
@@ -57,7 +58,7 @@ class TinkerConfig(Section):
     train_mlp: Annotated[Bool, "an adapter in the MLP layers"] = True
     train_attn: Annotated[Bool, "the same for attention"] = True
     train_unembed: Annotated[Bool, "the same for the output layer"] = True
-    timeout: Annotated[Float, "seconds for one answer of the service"] = 1800.0
+    timeout: Annotated[Seconds, "seconds for one answer of the service"] = 1800.0
 
 
 @dataclass
@@ -202,13 +203,13 @@ class CheckpointConfig(Section):
     ] = None
     rate_limit_mb: Annotated[NonNegFloat, "MB/s that one rank writes at most; 0: no limit"] = 0.0
     agent_deadline_s: Annotated[
-        PosFloat, "for writing one checkpoint, also after the trainer is gone"
+        Seconds, "for writing one checkpoint, also after the trainer is gone"
     ] = 600.0
     staging_patience_s: Annotated[
-        PosFloat, "the longest that training waits for an agent or a disk that does not get on"
+        Seconds, "the longest that training waits for an agent or a disk that does not get on"
     ] = 30.0
     lease_s: Annotated[
-        PosFloat, "after this the next rank's agent commits what the one before has not"
+        Seconds, "after this the next rank's agent commits what the one before has not"
     ] = 5.0
     keep_every: Annotated[
         NonNegInt, "also keep checkpoints of steps that this divides; 0: none"
@@ -218,7 +219,7 @@ class CheckpointConfig(Section):
         None
     )
     best_mode: Annotated[Literal["max", "min"], "which values of best_metric are the best"] = "max"
-    max_gb: Annotated[NonNegFloat, "all checkpoints together; 0: no limit"] = 0.0
+    max_gb: Annotated[FiniteNonNegFloat, "all checkpoints together; 0: no limit"] = 0.0
     versions: Annotated[
         Literal["none", "needed", "all"],
         "which published versions are kept; needed: of which data may still be trained",
@@ -391,7 +392,7 @@ class TrainerConfig(Section):
         "how often within an hour ranks that died, or their launcher, are started again; 0: the "
         "run ends with the first. Under torchrun its own --max-restarts counts",
     ] = 3
-    collective_timeout: Annotated[PosFloat, "seconds"] = 1800.0
+    collective_timeout: Annotated[Seconds, "seconds"] = 1800.0
 
 
 @dataclass
@@ -425,7 +426,7 @@ class SynchronizerConfig(Section):
         NonNegInt | None,
         "0: synchronous; n: rollouts may be n versions behind; default: by the style",
     ] = None
-    sync_timeout: Annotated[PosFloat, "seconds for one round"] = 600.0
+    sync_timeout: Annotated[Seconds, "seconds for one round"] = 600.0
     bucket_bytes: Annotated[
         PosInt | None,
         "of one message; default: 16 MiB from host memory, 2 to 32 MiB between GPUs",
@@ -481,7 +482,8 @@ class LogConfig(Section):
         "INFO"
     )
     max_mb: Annotated[
-        NonNegFloat, "of one log file; then it becomes <part>.log.1, which is replaced; 0: no limit"
+        FiniteNonNegFloat,
+        "of one log file; then it becomes <part>.log.1, which is replaced; 0: no limit",
     ] = 64.0
     group_by_node: Annotated[Bool, "logs/attempt_<n>/<node>/<part>.log"] = False
 
@@ -522,7 +524,7 @@ class Config(Section):
         Bool, "go on with the run of this name; false: a new one, with the time in its name"
     ] = True
     shutdown_grace_s: Annotated[
-        PosFloat | None, "for saving and ending, after a signal; default: 20, in a Slurm job 120"
+        Seconds | None, "for saving and ending, after a signal; default: 20, in a Slurm job 120"
     ] = None
     ray_namespace: Annotated[Str | None, "default: <project>/<name>"] = None
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -79,9 +79,6 @@ Parts = Annotated[Float, Field(ge=1.3, le=2)]
 PosFloat = Annotated[Float, Field(gt=0)]
 NonNegInt = Annotated[Int, Field(ge=0)]
 NonNegFloat = Annotated[Float, Field(ge=0)]
-Seconds = Annotated[
-    Float, Within("> 0", lambda value: value > 0, "={value}: must be greater than 0")
-]
 Share = Annotated[
     Float,
     Within(
@@ -118,6 +115,7 @@ TopRows = Annotated[
 ]
 FinitePosFloat = Annotated[Float, Field(gt=0, allow_inf_nan=False)]
 FiniteNonNegFloat = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
+Seconds = FinitePosFloat  # a clock or a lock that waits takes no infinity
 
 
 class Section:

@@ -6,7 +6,6 @@ config itself.
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from math import isfinite
 from typing import Any
 
 import fsspec
@@ -447,9 +446,8 @@ def _tinker(c: Config) -> Iterator[str]:
         )
     if given.base_url is not None and not given.base_url.startswith(("http://", "https://")):
         yield f"model.tinker.base_url={given.base_url}: give an address like http://127.0.0.1:8000"
-    for name in ("rank", "timeout"):
-        if not getattr(given, name) > 0 or not isfinite(getattr(given, name)):
-            yield f"model.tinker.{name}={getattr(given, name)}: must be greater than 0"
+    if given.rank <= 0:
+        yield f"model.tinker.rank={given.rank}: must be greater than 0"
     if not (given.train_mlp or given.train_attn or given.train_unembed):
         yield (
             "model.tinker.train_mlp, train_attn and train_unembed are all false: nothing would be "

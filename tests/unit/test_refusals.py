@@ -5,6 +5,7 @@ and what to do.
 make sense together.
 """
 
+import contextlib
 import ctypes
 import json
 import re
@@ -18,7 +19,7 @@ from omegaconf import DictConfig
 
 from rft import config as configs
 from rft import preflight, train
-from rft.config import Config, ConfigError
+from rft.config import Config, ConfigError, keys
 from rft.run import cards
 from tests.unit.test_config import changed, grpo, of_grpo
 
@@ -62,6 +63,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ),
     ("mode=colocate", "mode", "mode=both with cluster.colocate=true"),
     ("shutdown_grace_s=0", "shutdown_grace_s", "greater than 0"),
+    ("log.max_mb=inf", "log.max_mb", "give a finite number"),
     ("prepare=nowhere:at_all", "prepare", "module:function"),
     ("group=a", "group", "write the group into project"),
     # algorithm
@@ -989,6 +991,19 @@ def test_a_path_that_this_user_may_not_read_is_refused_by_its_key(
     for line, (_, _, start) in zip(said, CLOSED, strict=True):
         assert line.startswith(start.replace("CLOSED", str(closed / "a.jsonl"))), line
         assert "Permission denied" in line
+
+
+def test_seconds_that_somebody_waits_are_finite() -> None:
+    """A lock, a clock and a date of the standard library take no infinity."""
+    waits = re.compile(r"(^|\.)(\w*timeout|\w+_s|wait_after_min|\w+_report_interval)$")
+    seconds = [key for key in keys.leaf_keys() if waits.search(key)]
+    assert {"shutdown_grace_s", "trainer.checkpoint.lease_s", f"{QUEUE}.lease_s"} < {*seconds}
+    taken = []
+    for key in seconds:
+        for value in (float("inf"), float("nan")):
+            with contextlib.suppress(ConfigError):
+                taken.append((key, configs.converted(key, value)))
+    assert not taken
 
 
 @pytest.mark.verify
