@@ -46,6 +46,7 @@ from rft.preflight import memory_plan
 from rft.preflight.rules import Rule
 from rft.preflight.rules_run import AUXILIARY
 from rft.preflight.rules_trainer import RECIPE, TYPE
+from rft.run import cluster
 from rft.sync import plan as plans
 
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store lies
@@ -448,6 +449,12 @@ def _ray(c: Config) -> None:
         ) from error
 
 
+def _token(c: Config) -> Iterator[str]:
+    """A private Ray has one."""
+    said = "" if c.cluster.ray_address else cluster.token_refused(Path.home(), os.environ)
+    yield from filter(None, (said,))
+
+
 def _objects(c: Config) -> None:
     """Tried out as the first save would: rights, bucket, what the store promises of a put."""
     storage = c.trainer.checkpoint.storage
@@ -519,6 +526,7 @@ PLACES = (  # tried at a start only
     Rule("cluster.master_port", _master_port),
     Rule("explorer.proxy_port explorer.listen_address cluster.ray_address", _proxy_port),
     Rule("cluster.ray_address", _ray, late=True),
+    Rule("cluster.ray_address", _token, late=True),
     Rule(
         "trainer.checkpoint.storage trainer.checkpoint.unconditional_store mode project name "
         "stage_name",

@@ -37,6 +37,8 @@ PRIVATE_RAY = {
     # an actor without GPUs of Ray's keeps the CUDA_VISIBLE_DEVICES that it is given
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+TOKENS = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}  # a token of the user's own
+TOKEN_FILE = Path(".ray", "auth_token")  # in the home of a user
 # a raylet's paragraph for each actor that dies; read as Ray is imported
 QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 RAY_STARTS = 3
@@ -104,9 +106,9 @@ def keep_token(home: Path, environment: Mapping[str, str]) -> None:
     """Ray listens on every interface, whatever it is told, and asks for the token of a file that it
     would make readable for all: whoever reads it runs code as this user.
     """
-    if {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(environment):
+    if TOKENS & set(environment):
         return
-    path = home / ".ray" / "auth_token"
+    path = home / TOKEN_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         with tempfile.NamedTemporaryFile("w", dir=path.parent) as made:  # for this user alone
@@ -116,6 +118,27 @@ def keep_token(home: Path, environment: Mapping[str, str]) -> None:
                 os.link(made.name, path)
     if path.stat().st_uid == os.getuid() and path.stat().st_mode & 0o077:
         path.chmod(0o600)
+
+
+def token_refused(home: Path, environment: Mapping[str, str]) -> str:
+    """Why `keep_token` cannot keep one there, and what to do; empty where it can, or need not."""
+    if TOKENS & set(environment):
+        return ""
+    path = nearest = home / TOKEN_FILE
+    try:
+        while not nearest.exists():
+            nearest = nearest.parent
+        is_ours = path.is_file() if nearest == path else nearest.is_dir()
+        is_ours = is_ours and os.access(nearest, os.R_OK if nearest == path else os.W_OK | os.X_OK)
+    except PermissionError:
+        is_ours = False
+    if is_ours:
+        return ""
+    what = "read" if nearest == path else "made"
+    return (
+        f"HOME={home}: the token of a private Ray is kept in {path}, which cannot be {what}: "
+        "give HOME a directory of yours, or the token in the variable RAY_AUTH_TOKEN"
+    )
 
 
 @dataclass(frozen=True)

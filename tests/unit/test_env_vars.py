@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from rft.agents import agent_process
-from rft.config import Config, TasksetConfig
+from rft.config import Config, ConfigError, TasksetConfig
 from rft.config.derived import variables_of_rewards
 from rft.ground import surroundings
 from rft.ground.experience import Sampling, Task
@@ -24,6 +24,7 @@ from rft.run import actors as actors_module
 from rft.run import cluster
 from rft.run.actors import Actors
 from rft.run.parts import ActorSpec
+from tests.unit.test_config import grpo
 
 
 class Part: ...
@@ -151,6 +152,22 @@ def test_rewards_inherit_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             return (await pool.score([(task, "")]))[0].reward
 
     assert asyncio.run(scenario()) == 0.625
+
+
+def test_a_home_that_keeps_no_token_is_refused(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in cluster.TOKENS:
+        monkeypatch.delenv(variable, raising=False)
+    assert not cluster.token_refused(tmp_path / "new", {})
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"^HOME=\S+/file: .* be made: .* RAY_AUTH_TOKEN$"):
+        grpo(assets, tmp_path)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)
+    assert grpo(assets, tmp_path)
+    (tmp_path / ".ray" / "auth_token").mkdir(parents=True)
+    assert "cannot be read" in cluster.token_refused(tmp_path, {})
 
 
 def test_rays_token_is_readable_for_its_owner_alone(tmp_path: Path) -> None:
