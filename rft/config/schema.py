@@ -526,7 +526,10 @@ class Config(Section):
     shutdown_grace_s: Annotated[
         Seconds | None, "for saving and ending, after a signal; default: 20, in a Slurm job 120"
     ] = None
-    ray_namespace: Annotated[Str | None, "default: <project>/<name>"] = None
+    ray_namespace: Annotated[
+        Str | None,
+        "default: <project>/<name>; of explore, serve and bench with /explorers/<name> or /bench",
+    ] = None
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -21,6 +21,7 @@ from rft.config import (
     MegatronConfig,
     grace_of,
     is_remote,
+    job_dir,
 )
 from rft.config import verl as verl_keys
 from rft.config.choices import fill_choices
@@ -32,7 +33,7 @@ from rft.preflight.rules_data import EVAL, agents, environments, names
 from rft.preflight.rules_run import APART, GIVEN, SHARED
 from rft.preflight.rules_trainer import ALGORITHM_GIVEN, TINKER, TINKER_GIVEN
 from rft.rollout.environments import drives
-from rft.run import cards
+from rft.run import cards, owners
 from rft.run.cards import Machine
 from rft.sync import style
 
@@ -58,7 +59,7 @@ def fill_config(
         fill_algorithm(config.algorithm)
         _fill_rows(config)
     refusals.ask(derived(machine, asks_ray), config)
-    config.ray_namespace = config.ray_namespace or f"{config.project}/{config.name}"
+    config.ray_namespace = config.ray_namespace or namespace_of(config)
     if config.shutdown_grace_s is None:
         config.shutdown_grace_s = grace_of(os.environ)
     _fill_tasksets(config)
@@ -68,6 +69,14 @@ def fill_config(
     _fill_agents(config)
     if config.deterministic:
         _fill_deterministic(config)
+
+
+def namespace_of(config: Config) -> str:
+    """Parts of a run that work beside each other, each with a place of its own in the run's
+    directory, may share a Ray; their actors have the same names, and find only their own.
+    """
+    beside = os.path.relpath(owners.place(config), job_dir(config))
+    return f"{config.project}/{config.name}" + ("" if beside == "." else f"/{beside}")
 
 
 def fill_algorithm(algorithm: AlgorithmConfig) -> AlgorithmConfig:

@@ -321,9 +321,15 @@ class Actors:
             given=ray.cloudpickle.dumps((spec.make.args, spec.make.keywords)) if returns else b"",
         )
         actor_class = ray.remote(cls).options(**options)
-        if returns:
-            return ActorHandle(actor_class.remote())
-        return ActorHandle(actor_class.remote(*spec.make.args, **spec.make.keywords))
+        given = ((), {}) if returns else (spec.make.args, spec.make.keywords)
+        try:
+            return ActorHandle(actor_class.remote(*given[0], **given[1]))
+        except ray.exceptions.ActorAlreadyExistsError as error:
+            raise RuntimeError(
+                f"ray_namespace={self.config.ray_namespace}: another run has its {spec.name} there "
+                f"in the Ray at {self.config.cluster.ray_address}; wait for its end, or give this "
+                "one a ray_namespace of its own"
+            ) from error
 
     def _listen(self) -> None:
         """`rft engines` reaches this run, if its directory can hold a socket."""

@@ -316,6 +316,27 @@ def test_resolved_config_round_trips_without_secrets(
     )
 
 
+def test_parts_of_a_run_have_namespaces_of_their_own_in_a_ray_that_they_share(
+    assets: Path, tmp_path: Path
+) -> None:
+    rows = "buffer.trainer_input.experience_buffer"
+    shared = [f"{rows}.storage_type=sql", f"{rows}.path=sqlite:///{tmp_path / 'a.db'}", "name=a"]
+    evals = f"[{{path:{assets / 'eval.jsonl'},format:{{prompt_type:plaintext}}}}]"
+    found = [
+        grpo(assets, tmp_path, *shared, *words)[0].ray_namespace
+        for words in (
+            ("mode=train",),
+            ("mode=explore", "explorer.name=one"),
+            ("mode=explore", "explorer.name=two"),
+            ("mode=bench", f"buffer.explorer_input.eval_tasksets={evals}"),
+            ("mode=explore", "ray_namespace=mine"),
+            ("mode=both",),
+        )
+    ]
+    own = ["rft/a/explorers/one", "rft/a/explorers/two", "rft/a/bench"]
+    assert found == ["rft/a", *own, "mine", "rft/a"]
+
+
 HARD_TEXTS = ["${seed}", "it costs ${amount}", "${{ m['content'] }}", "${oc.env:HOME}", r"\${a}"]
 
 

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -375,6 +376,22 @@ def test_actors_are_in_the_namespace_of_the_config(monkeypatch: pytest.MonkeyPat
     cluster.start(config)
     assert [one["namespace"] for one in told] == ["mine", "mine"]
     assert [one["address"] for one in told] == ["local", "10.0.0.1:6379"]
+
+
+def test_an_actor_that_another_run_has_is_told_with_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken() -> None:
+        raise ray.exceptions.ActorAlreadyExistsError("The name buffer is already taken")
+
+    actor_class = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=taken))
+    monkeypatch.setattr(ray, "remote", lambda _: actor_class)
+    config = Config(name="a", checkpoint_root_dir=str(tmp_path), ray_namespace="rft/a")
+    config.cluster.ray_address = "10.0.0.1:6379"
+    made = actors.Actors(config, tmp_path, lambda *_: None, print)
+    told = "ray_namespace=rft/a: another run has its buffer there in the Ray at 10.0.0.1:6379"
+    with pytest.raises(RuntimeError, match=f"^{told}; .* give this one a ray_namespace of its own"):
+        made._create(ActorSpec("buffer", "buffer", partial(dict)))
 
 
 def test_the_two_names_of_an_engine_are_one(tmp_path: Path) -> None:
