@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.algorithm import recipe
+from rft.buffer.experience_file import is_file
 from rft.checkpoint.stager import slot_size
 from rft.config import (
     AuxiliaryModelConfig,
@@ -45,9 +46,10 @@ from rft.megatron import overrides
 from rft.preflight import memory_plan
 from rft.preflight.rules import Rule
 from rft.preflight.rules_run import AUXILIARY
-from rft.preflight.rules_trainer import RECIPE, TYPE
+from rft.preflight.rules_trainer import BUFFER, RECIPE, TYPE
 from rft.run import cluster
 from rft.sync import plan as plans
+from rft.trainer.feed import reads_files
 
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store lies
 ROUTES = "explorer.rollout_model.enable_return_routed_experts"
@@ -390,8 +392,20 @@ BESIDE_POLICY = (
 
 
 def _directory(c: Config) -> None:
+    _try_out(job_dir(c), "checkpoint_root_dir")
+
+
+def _stored(c: Config) -> None:
+    """Where experiences are written, if that is said."""
+    buffer = c.buffer.trainer_input.experience_buffer
+    if buffer.path and buffer.storage_type != "sql" and c.mode != "bench" and not reads_files(c):
+        place = Path(buffer.path)
+        _try_out(place.parent if is_file(buffer.path) else place, f"{BUFFER}.path")
+
+
+def _try_out(directory: Path, key: str) -> None:
     """Nothing is left behind: a config may be refused for other reasons."""
-    directory = nearest = job_dir(c)
+    nearest = directory
     try:
         while not nearest.exists():
             nearest = nearest.parent
@@ -400,8 +414,7 @@ def _directory(c: Config) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"checkpoint_root_dir: cannot write to {directory}: {error.strerror}; choose another "
-            "directory"
+            f"{key}: cannot write to {directory}: {error.strerror}; choose another directory"
         ) from error
 
 
@@ -523,6 +536,7 @@ def _fits(c: Config) -> Iterator[str]:
 
 PLACES = (  # tried at a start only
     Rule("checkpoint_root_dir project name stage_name", _directory),
+    Rule(f"{BUFFER}.path {BUFFER}.storage_type mode {SERVICE_TRAINS}", _stored, reads="algorithm"),
     Rule("cluster.master_port", _master_port),
     Rule("explorer.proxy_port explorer.listen_address cluster.ray_address", _proxy_port),
     Rule("cluster.ray_address", _ray, late=True),

@@ -946,6 +946,8 @@ CLOSED = [  # the key of a path that this user may not read, what else is needed
     (f"{TASKSET}.path", "", f"{TASKSET}.path: CLOSED"),
     (f"{ROWS}.path", f"algorithm.algorithm_type=sft {OF_ROWS}", f"{ROWS}.path: CLOSED"),
     (f"{ROWS}.path", f"mode=train {ROWS}.storage_type=file", f"{ROWS}.path: CLOSED"),
+    (f"{ROWS}.path", f"mode=explore {ROWS}.storage_type=file", f"{ROWS}.path: cannot write to"),
+    (f"{ROWS}.path", "mode=both", f"{ROWS}.path: cannot write to"),
 ]
 REFUSED_EACH = """
 import json, sys
