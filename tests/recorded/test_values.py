@@ -24,6 +24,7 @@ OF_OMEGACONF = re.compile(
 NONSENSE = ("nan", "''")
 ELSE = {  # what is wrong first is said of another key now
     ("stages", "[{zz:1}]"),
+    ("explorer.auxiliary_models[].model_path", "x"),  # its own, where it was the policy's
     ("+buffer.trainer_input.auxiliary_buffers", "{zz:1}"),
     ("buffer.trainer_input.auxiliary_buffers.sft_dataset.storage_type", "zz"),
     *(("algorithm.kl_penalty_fn", name) for name in ("k1", "k2", "abs")),  # fewer are advised
