@@ -28,7 +28,12 @@ LEFT_OPEN = (
 USUAL = {"format.prompt_key": "prompt", "format.response_key": "response"}
 USUAL |= {"format.prompt_type": "messages"}  # of whoever names neither of the two
 # defaults that were decided anew, since then: (then, now)
-DECIDED = {"trainer.max_restarts": (0, 3)}  # what dies comes back by itself
+DECIDED = {
+    "trainer.max_restarts": (0, 3),  # what dies comes back by itself
+    "trainer.total_steps": (0, None),  # without a taskset: as many as there is data for
+    # beside a trainer of the run, in a Ray that both may have
+    "0.ray_namespace": ("rft/serve", "rft/serve/explorers/explorer"),
+}
 RECORDED = json.loads(lzma.decompress(DATA.read_bytes()))
 
 
