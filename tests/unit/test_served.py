@@ -117,6 +117,19 @@ def client_of(endpoint: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=endpoint.url, headers=key)
 
 
+def held(buffer: Any) -> tuple[asyncio.Event, asyncio.Event]:
+    """Puts tell that they have begun, and wait until they may."""
+    put, begun, may = buffer.put_some, asyncio.Event(), asyncio.Event()
+
+    async def slow(puts: Any) -> None:
+        begun.set()
+        await may.wait()
+        await put(puts)
+
+    buffer.put_some = slow
+    return begun, may
+
+
 async def committed(actor: Explorer) -> dict[str, Any]:
     async with client_of(actor.shared.endpoint) as http:
         return (await http.post("/commit")).json()
@@ -127,14 +140,7 @@ def test_what_a_client_did_not_wait_for_is_stored_once(kind: str, tmp_path: Path
     async def scenario() -> None:
         buffer = buffer_of(kind, tmp_path)
         actor, _ = await service(buffer, tmp_path)
-        put, begun, may = buffer.put_some, asyncio.Event(), asyncio.Event()
-
-        async def slow(puts: Any) -> None:
-            begun.set()
-            await may.wait()
-            await put(puts)
-
-        buffer.put_some = slow
+        begun, may = held(buffer)
         asking = asyncio.create_task(rewarded(actor))
         await begun.wait()
         asking.cancel()
@@ -184,14 +190,7 @@ def test_what_is_being_stored_at_the_end_is_waited_for(tmp_path: Path) -> None:
     async def scenario() -> None:
         buffer = buffer_of("queue", tmp_path)
         actor, registry = await service(buffer, tmp_path)
-        put, begun, may = buffer.put_some, asyncio.Event(), asyncio.Event()
-
-        async def slow(puts: Any) -> None:
-            begun.set()
-            await may.wait()
-            await put(puts)
-
-        buffer.put_some = slow
+        begun, may = held(buffer)
         asking = asyncio.create_task(rewarded(actor))
         await begun.wait()
         ending = asyncio.create_task(registry.end(20.0))
