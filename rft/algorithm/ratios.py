@@ -200,6 +200,8 @@ class Correction:
         if self.veto is not None:
             kept = kept & (fields.sums((log_ratio.exp() < self.veto).to(log_ratio.dtype))[0] == 0)
         weight = weight.where(kept, weight.new_zeros(()))
+        if fields.expert is not None:  # which no engine has sampled: there is no rho
+            weight = weight.where(fields.expert == 0, weight.new_ones(()))
         return weight, {
             "importance/mean": weight,
             "importance/left_out_frac": 1 - kept.to(weight.dtype),

@@ -14,6 +14,7 @@ import torch
 from rft.algorithm import mixing
 from rft.algorithm.fields import Fields
 from rft.algorithm.losses import ppo, token_loss
+from rft.algorithm.ratios import Correction
 from rft.config import AlgorithmConfig, ExperienceBufferConfig, RowFormatConfig
 from rft.data.packing import Cost
 from rft.data.runs import expanded
@@ -94,6 +95,35 @@ def closed_form(
             surrogate.append(ppo(values, Fields(old, same, weight, weight > 0))[0])
             number += 1
     return (1 - mu) * torch.cat(surrogate).mean() + mu * torch.cat(taught).mean()
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        Correction("token", 0.5),
+        Correction("sequence", 2.0),
+        Correction(mask="token"),
+        Correction(mask="geometric"),
+        Correction(mask="binary_kl", upper=0.1),
+        Correction(veto=0.2),
+    ],
+)
+def test_a_correction_is_of_rollouts_only(correction: Correction) -> None:
+    """An expert row has no log-probabilities of an engine: 0 would make its rho the probability."""
+    values = {
+        "behaviour": [-1.0, -1.0, 0.0, 0.0],
+        "proximal": [-1.0, -3.0, -2.0, -3.0],
+        "advantage": [0.9, 0.9, 0.1, 0.1],
+        "weight": [1.0] * 4,
+        "expert": [0.0, 0.0, 1.0, 1.0],
+    }
+    given = {name: torch.tensor(one, dtype=torch.float64) for name, one in values.items()}
+    sequence = torch.tensor([0, 0, 1, 1])
+    fields = Fields(**given, mask=given["weight"] > 0, sequence=sequence, sequences=2)
+    plain, _ = token_loss("mix", {})(given["proximal"], fields)
+    corrected, _ = token_loss("mix", {}, correction=correction)(given["proximal"], fields)
+    assert corrected[2:].tolist() == plain[2:].tolist() == pytest.approx([0.2, 0.3])
+    assert corrected[:2].tolist() != plain[:2].tolist()
 
 
 @pytest.mark.parametrize(("loss", "mu"), [("mix", 0.3), ("mix_chord", 0.1)])
