@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rft.config.arguments import Fraction, NonNegative, Positive
 from rft.ground.experience import PEERS, Experience
 
 
@@ -121,11 +122,11 @@ def rloo(columns: Columns) -> Credit:
 
 def grpo(
     columns: Columns,
-    epsilon: float = 1e-6,
+    epsilon: Positive = 1e-6,
     normalize_std: bool = True,
     std_threshold: float | None = None,
     std_cal_level: Literal["group", "batch"] = "group",
-    rank_penalty: float | None = None,
+    rank_penalty: Fraction | None = None,
     duplicate_experiences: bool = False,
 ) -> Credit:
     """Group-relative advantages: the other responses to a task are the baseline of each.
@@ -193,7 +194,7 @@ def without(
 
 def step_wise_grpo(
     columns: Columns,
-    epsilon: float = 1e-6,
+    epsilon: Positive = 1e-6,
     enable_step_norm: bool = False,
     std_threshold: float | None = None,
     std_cal_level: Literal["group", "batch"] = "group",
@@ -221,10 +222,10 @@ def step_wise_grpo(
 
 def gigpo(
     columns: Columns,
-    omega: float = 1.0,
-    gamma: float = 1.0,
+    omega: NonNegative = 1.0,
+    gamma: Fraction = 1.0,
     fnorm: Literal["none", "std"] = "none",
-    epsilon: float = 1e-6,
+    epsilon: Positive = 1e-6,
 ) -> Credit:
     """Group-in-group advantages: runs are compared with runs, and steps with other steps that began
     in the same state.
@@ -273,7 +274,7 @@ def _compared(returns: np.ndarray, fnorm: str, epsilon: float) -> np.ndarray:
 
 
 def opmd(
-    columns: Columns, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: float = 1.0
+    columns: Columns, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: Positive = 1.0
 ) -> Credit:
     """Online policy mirror descent.
 
@@ -311,7 +312,7 @@ def asymre(columns: Columns, baseline_shift: float = -0.1) -> Credit:
 
 def rec(
     columns: Columns,
-    epsilon: float = 1e-6,
+    epsilon: Positive = 1e-6,
     std_normalize: bool = False,
     drop: Literal["none", "balance"] = "none",
 ) -> Credit:

@@ -28,6 +28,7 @@ from rft.algorithm.ratios import (
     limited,
     versus_engine,
 )
+from rft.config.arguments import AboveOne, Fraction, NonNegative, Positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,12 +45,12 @@ Weight = Literal["none", "importance_sampling", "gspo_importance_sampling", "adv
 def ppo(
     logprobs: "Tensor",
     fields: Fields,
-    clip_range: float = 0.2,
-    clip_range_low: float | None = None,
-    clip_range_high: float | None = None,
-    clip_ratio_c: float = 3.0,
+    clip_range: NonNegative = 0.2,
+    clip_range_low: NonNegative | None = None,
+    clip_range_high: NonNegative | None = None,
+    clip_ratio_c: AboveOne = 3.0,
     enable_sequence_masking: bool = False,
-    delta: float = 0.1,
+    delta: NonNegative = 0.1,
     fallback_to_policy_gradient: bool = False,
 ) -> "Losses":
     """The clipped surrogate of proximal policy optimisation.
@@ -79,7 +80,10 @@ def ppo(
 
 
 def gspo(
-    logprobs: "Tensor", fields: Fields, clip_range_low: float = 3e-4, clip_range_high: float = 4e-4
+    logprobs: "Tensor",
+    fields: Fields,
+    clip_range_low: NonNegative = 3e-4,
+    clip_range_high: NonNegative = 4e-4,
 ) -> "Losses":
     """Group sequence policy optimisation: one ratio for a whole response.
 
@@ -102,11 +106,11 @@ def gspo(
 def cispo(
     logprobs: "Tensor",
     fields: Fields,
-    clip_range_low: float = 1.0,
-    clip_range_high: float = 0.28,
+    clip_range_low: NonNegative = 1.0,
+    clip_range_high: NonNegative = 0.28,
     enable_mask: bool = False,
-    mask_clip_range_low: float = 1.0,
-    mask_clip_range_high: float = 0.28,
+    mask_clip_range_low: NonNegative = 1.0,
+    mask_clip_range_high: NonNegative = 0.28,
 ) -> "Losses":
     """Clipped importance sampling: the weight of a token is bounded, its gradient is never lost.
 
@@ -129,9 +133,9 @@ def cispo(
 def dppo_tv(
     logprobs: "Tensor",
     fields: Fields,
-    delta_low: float = 0.2,
-    delta_high: float = 0.2,
-    ratio_cap: float = 20.0,
+    delta_low: NonNegative = 0.2,
+    delta_high: NonNegative = 0.2,
+    ratio_cap: Positive = 20.0,
 ) -> "Losses":
     """Divergence proximal policy optimisation with total variation: a token is left out when its
     probability, not its ratio, has moved too far.
@@ -149,9 +153,9 @@ def dppo_tv(
 def dppo_kl(
     logprobs: "Tensor",
     fields: Fields,
-    delta_low: float = 0.05,
-    delta_high: float = 0.05,
-    ratio_cap: float = 20.0,
+    delta_low: NonNegative = 0.05,
+    delta_high: NonNegative = 0.05,
+    ratio_cap: Positive = 20.0,
 ) -> "Losses":
     """As `dppo_tv`, with KL(q || p) of the two coins instead of |p - q| (arXiv:2602.04879,
     Binary-KL).
@@ -174,7 +178,7 @@ def _dppo(
 
 
 def sapo(
-    logprobs: "Tensor", fields: Fields, tau_pos: float = 1.0, tau_neg: float = 1.05
+    logprobs: "Tensor", fields: Fields, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 ) -> "Losses":
     """Soft adaptive policy optimisation: a smooth gate instead of a clip.
 
@@ -191,7 +195,7 @@ def sapo(
     return -fields.advantage * gate, {"gate/mean": gate.detach(), **versus_engine(logprobs, fields)}
 
 
-def sppo(logprobs: "Tensor", fields: Fields, epsilon: float = 0.3) -> "Losses":
+def sppo(logprobs: "Tensor", fields: Fields, epsilon: Positive = 0.3) -> "Losses":
     """Simple PPO: the plain gradient inside a band around the old policy, nothing outside it.
 
     -A (logprobs - old) where 1 / (1 + epsilon) <= r <= 1 + epsilon, else 0 (`sppo` of Trinity-RFT,
@@ -213,7 +217,7 @@ def importance_sampling(logprobs: "Tensor", fields: Fields) -> "Losses":
     return -fields.advantage * limited(logprobs - fields.old).exp(), versus_engine(logprobs, fields)
 
 
-def opmd(logprobs: "Tensor", fields: Fields, tau: float = 1.0) -> "Losses":
+def opmd(logprobs: "Tensor", fields: Fields, tau: NonNegative = 1.0) -> "Losses":
     """Online policy mirror descent.
 
     -A logprobs / (1 + tau): no ratio, so the data may be of any policy (Pan et al. 2025,
@@ -241,15 +245,15 @@ def topr(logprobs: "Tensor", fields: Fields, advantage_threshold: float = 0.0) -
 def rec(
     logprobs: "Tensor",
     fields: Fields,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    epsilon_low_prime: float = 0.6,
-    epsilon_high_prime: float = 2.0,
+    epsilon_low: NonNegative = 0.2,
+    epsilon_high: NonNegative = 0.2,
+    epsilon_low_prime: NonNegative = 0.6,
+    epsilon_high_prime: NonNegative = 2.0,
     clip_mode: ClipMode = "none",
     weight: Weight = "none",
     regularizer: Literal["none", "k2", "forward-kl"] = "none",
-    regularizer_coef: float = 0.0,
-    temp: float = 1.0,
+    regularizer_coef: NonNegative = 0.0,
+    temp: Positive = 1.0,
 ) -> "Losses":
     """The REC family: REINFORCE with a mask, a weight and a regulariser of its own choice.
 
@@ -307,7 +311,7 @@ def sft_is(logprobs: "Tensor", fields: Fields) -> "Losses":
     return -logprobs.detach().exp() * logprobs, {}
 
 
-def sft_phi(logprobs: "Tensor", fields: Fields, cutoff_prob: float = 1.0) -> "Losses":
+def sft_phi(logprobs: "Tensor", fields: Fields, cutoff_prob: Positive = 1.0) -> "Losses":
     """-pi (1 - pi) min(logprobs, log cutoff), the weight held constant (CHORD-phi,
     arXiv:2508.11408).
 
@@ -321,11 +325,11 @@ def sft_phi(logprobs: "Tensor", fields: Fields, cutoff_prob: float = 1.0) -> "Lo
 def mix(
     logprobs: "Tensor",
     fields: Fields,
-    mu: float = 0.1,
-    clip_range: float = 0.2,
-    clip_range_low: float | None = None,
-    clip_range_high: float | None = None,
-    clip_ratio_c: float = 3.0,
+    mu: Fraction = 0.1,
+    clip_range: NonNegative = 0.2,
+    clip_range_low: NonNegative | None = None,
+    clip_range_high: NonNegative | None = None,
+    clip_ratio_c: AboveOne = 3.0,
     sft_loss_agg_mode: AggMode = "",
     grpo_loss_agg_mode: AggMode = "",
 ) -> "Losses":
@@ -353,16 +357,16 @@ def mix(
 def mix_chord(
     logprobs: "Tensor",
     fields: Fields,
-    mu_warmup_steps: int = 0,
-    mu_decay_steps: int = 0,
-    mu_peak: float = 0.1,
-    mu_valley: float = 0.1,
+    mu_warmup_steps: NonNegative = 0,
+    mu_decay_steps: NonNegative = 0,
+    mu_peak: Fraction = 0.1,
+    mu_valley: Fraction = 0.1,
     enable_phi_function: bool = True,
-    cutoff_prob: float = 1.0,
-    clip_range: float = 0.2,
-    clip_range_low: float | None = None,
-    clip_range_high: float | None = None,
-    clip_ratio_c: float = 3.0,
+    cutoff_prob: Positive = 1.0,
+    clip_range: NonNegative = 0.2,
+    clip_range_low: NonNegative | None = None,
+    clip_range_high: NonNegative | None = None,
+    clip_ratio_c: AboveOne = 3.0,
     sft_loss_agg_mode: AggMode = "",
     grpo_loss_agg_mode: AggMode = "",
 ) -> "Losses":

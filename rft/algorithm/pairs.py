@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rft.algorithm.fields import Fields
+from rft.config.arguments import Positive, Smoothing
 from rft.data.packing import Packed
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _metrics(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
 
 
 def dpo(
-    logprobs: "Tensor", fields: Fields, beta: float = BETA, label_smoothing: float = 0.0
+    logprobs: "Tensor", fields: Fields, beta: Positive = BETA, label_smoothing: Smoothing = 0.0
 ) -> "Losses":
     """Direct preference optimisation: a loss of pairs of responses, as one loss per token.
 

@@ -23,7 +23,7 @@ from rft.algorithm.ratios import (
 )
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES, TokenAdvantage
 from rft.config import AlgorithmConfig, RolloutCorrectionConfig, nearest
-from rft.config.arguments import Options, missing, options, wrong_value
+from rft.config.arguments import NonNegative, Options, missing, options, wrong_value
 from rft.data.packing import AGGREGATIONS
 from rft.ground.errors import refuse_all
 
@@ -221,7 +221,7 @@ def _together(algorithm: AlgorithmConfig, can_compare: bool) -> Iterator[str]:
         yield from _check_mixing(algorithm)
         yield from _check_adaptive("kl_loss_fn_args", algorithm.kl_loss_fn_args)
         yield from _check_adaptive("kl_penalty_fn_args", algorithm.kl_penalty_fn_args)
-        yield from _check_ranges(algorithm)
+        yield from _check_gates(algorithm)
     yield from _check_penalty(algorithm)
     yield from _check_correction(algorithm)
 
@@ -258,23 +258,12 @@ def _check_adaptive(key: str, given: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _check_ranges(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """What would divide by zero, or turn a gradient round."""
-    given = algorithm.policy_loss_fn_args | algorithm.advantage_fn_args
-    for name in ("tau_pos", "tau_neg", "temp", "cutoff_prob"):
-        if given.get(name, 1) <= 0:
-            yield (
-                f"algorithm.policy_loss_fn_args.{name}={given[name]}: give a number greater than 0"
-            )
-    # the loss divides by 1 + tau; its advantages say themselves what they need
-    if given.get("tau", 1) < 0:
-        yield (f"algorithm.policy_loss_fn_args.tau={given['tau']}: must be 0 or more")
-    if algorithm.policy_loss_fn == "sapo" and given.get("tau_neg", 1.05) < given.get(
-        "tau_pos", 1.0
-    ):
+def _check_gates(algorithm: AlgorithmConfig) -> Iterator[str]:
+    given = algorithm.policy_loss_fn_args
+    bad, good = given.get("tau_neg", 1.05), given.get("tau_pos", 1.0)
+    if algorithm.policy_loss_fn == "sapo" and bad < good:
         yield (
-            f"algorithm.policy_loss_fn_args.tau_neg={given.get('tau_neg', 1.05)} is below "
-            f"tau_pos={given.get('tau_pos', 1.0)}: bad "
+            f"algorithm.policy_loss_fn_args.tau_neg={bad} is below tau_pos={good}: bad "
             "responses would keep their gradient for longer than good ones; raise it"
         )
 
@@ -297,10 +286,13 @@ def _check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
             "batch before the step: leave the "
             "former out"
         )
+    yield from _check_thresholds(wanted)
     correction = _correction(wanted)
-    if correction is not None and correction.mask in BUDGETS:
+    if correction is None:
+        return
+    if correction.mask in BUDGETS:
         yield from _check_budget(wanted, correction)
-    elif correction is not None and not (
+    elif correction.mask != "none" and not (
         0 <= correction.lower < 1 < correction.upper and correction.cap > 0
     ):
         yield (
@@ -308,6 +300,26 @@ def _check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"[{correction.lower:g}, "
             f"{correction.upper:g}] of rollout_rs_threshold_lower and rollout_rs_threshold must "
             "hold 1 inside"
+        )
+        return
+    if not correction.cap > 0:
+        yield f"{key}.rollout_is_threshold={correction.cap} must be greater than 0"
+
+
+def _check_thresholds(wanted: RolloutCorrectionConfig) -> Iterator[str]:
+    """Those that would do nothing, or leave every response out."""
+    key, veto = "algorithm.rollout_correction", wanted.rollout_token_veto_threshold
+    if wanted.rollout_rs == "none":
+        for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
+            if (given := getattr(wanted, name)) is not None:
+                yield (
+                    f"{key}.{name}={given:g} with rollout_rs=none: nothing is masked; name a mask "
+                    "in rollout_rs, or leave it out"
+                )
+    if veto is not None and not 0 <= veto < 1:
+        yield (
+            f"{key}.rollout_token_veto_threshold={veto:g}: below which ratio of a token its "
+            "response is left out; 0 to below 1, like 1e-4"
         )
 
 
@@ -323,8 +335,6 @@ def _check_budget(wanted: RolloutCorrectionConfig, correction: Correction) -> It
             f"{key}.rollout_rs_threshold_lower={wanted.rollout_rs_threshold_lower} with "
             f"rollout_rs={kind}, which has no lower end: leave it out"
         )
-    if not correction.cap > 0:
-        yield f"{key}.rollout_is_threshold={correction.cap} must be greater than 0"
 
 
 def _check_rows(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -372,12 +382,6 @@ def _check_mixing(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.sample_strategy_args.expert_data_ratio={ratio}: a share of the batch above "
             "0 and below 1"
         )
-    for name in ("mu", "mu_peak", "mu_valley"):
-        if not 0 <= (mu := algorithm.policy_loss_fn_args.get(name, 0.1)) <= 1:
-            yield (
-                f"algorithm.policy_loss_fn_args.{name}={mu}: the weight of expert rows is a share, "
-                "0 to 1"
-            )
     if algorithm.advantage_fn not in ADVANTAGES or algorithm.kl_penalty_fn != "none":
         yield (
             f"algorithm.sample_strategy=mix with advantage_fn={algorithm.advantage_fn}, "
@@ -408,7 +412,7 @@ def _correction(wanted: RolloutCorrectionConfig) -> Correction | None:
 
 
 def _coefficient(
-    kl_coef: float = KL_COEF,
+    kl_coef: NonNegative = KL_COEF,
     adaptive: bool = False,
     target_kl: float | None = None,
     horizon: float | None = None,

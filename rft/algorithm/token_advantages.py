@@ -16,6 +16,7 @@ import numpy as np
 
 from rft.algorithm.advantages import Columns, Credit, grpo
 from rft.algorithm.ratios import LOG_RATIO_LIMIT
+from rft.config.arguments import Fraction, NonNegative
 from rft.data.packing import Packed
 
 EPSILON = 1e-8
@@ -62,14 +63,14 @@ def whitened(
 
 
 def ppo(
-    packed: Packed, rewards: np.ndarray, gamma: float = 1.0, lam: float = 1.0
+    packed: Packed, rewards: np.ndarray, gamma: Fraction = 1.0, lam: Fraction = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """`gae` over the critic's values."""
     return gae(rewards, packed.scores["value"], packed.weight != 0, packed.cu_seqlens, gamma, lam)
 
 
 def reinforceplusplus(
-    packed: Packed, rewards: np.ndarray, gamma: float = 1.0
+    packed: Packed, rewards: np.ndarray, gamma: Fraction = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """REINFORCE++: the return from each token on, whitened over the whole step instead of over a
     group.
@@ -98,7 +99,7 @@ def remax(packed: Packed, rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def clipb(
-    packed: Packed, rewards: np.ndarray, mean: float, std: float, mu: float = 2.5
+    packed: Packed, rewards: np.ndarray, mean: float, std: float, mu: NonNegative = 2.5
 ) -> tuple[np.ndarray, np.ndarray]:
     """Clip-B: GRPO without the tokens that would change the entropy most.
 
@@ -125,7 +126,7 @@ def entropy_change(packed: Packed) -> np.ndarray:
 
 
 def on_policy_distill(
-    packed: Packed, rewards: np.ndarray, kl_coef: float = 1.0
+    packed: Packed, rewards: np.ndarray, kl_coef: NonNegative = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """A teacher's opinion of every token that the policy sampled, as its advantage.
 
@@ -140,7 +141,7 @@ def on_policy_distill(
 
 
 def jsd(
-    packed: Packed, rewards: np.ndarray, lambda_coef: float = 0.5, kl_coef: float = 1.0
+    packed: Packed, rewards: np.ndarray, lambda_coef: Fraction = 0.5, kl_coef: NonNegative = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Down the generalised Jensen-Shannon divergence b KL(teacher | m) + (1 - b) KL(old | m), m =
     (1 - b) old + b teacher, as probabilities (arXiv:2306.13649, eq. 1; b: lambda_coef): A_t = -c (1

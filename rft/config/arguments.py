@@ -3,17 +3,33 @@
 In: a function or class of a table, rft's own or a plug-in's (`rft.ground.plugins`), and what the
 config gives it. Out: its options by name, and sentences. Invariant: what a function takes is said
 by its signature and nowhere else: arguments with a default may be given, those behind a `*` without
-one must be.
+one must be, and `Positive` and the like say in which range a number makes sense.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from rft.config.hints import nearest
+from rft.config.values import Within
 
 Options = Mapping[str, inspect.Parameter]
+Positive = Annotated[float, Within("> 0", lambda x: x > 0, "={value:g}: must be greater than 0")]
+NonNegative = Annotated[float, Within(">= 0", lambda x: x >= 0, "={value:g}: must be 0 or more")]
+AboveOne = Annotated[float, Within("> 1", lambda x: x > 1, "={value:g}: must be greater than 1")]
+Fraction = Annotated[
+    float, Within("0 to 1", lambda x: 0 <= x <= 1, "={value:g}: give a share, 0 to 1")
+]
+Smoothing = Annotated[
+    float,
+    Within(
+        ">= 0 and < 0.5",
+        lambda x: 0 <= x < 0.5,
+        "={value:g}: 0 to below 0.5, from which on labels say nothing, or the opposite",
+    ),
+]
 
 
 def options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -51,11 +67,22 @@ def wrong_value(key: str, value: Any, option: inspect.Parameter) -> Iterator[str
     ):
         like = default if isinstance(default, int | float) and default else 1
         yield f"{key}={value}: give a number, like {like}"
+    elif value is not None:
+        bounds = [one for one in _kinds(kind) if isinstance(one, Within)]
+        yield from (key + one.said.format(value=value) for one in bounds if not one.holds(value))
 
 
 def _wants_number(option: inspect.Parameter) -> bool:
-    kinds = {option.annotation, *get_args(option.annotation)}
-    return isinstance(option.default, int | float) or bool({int, float} & kinds)
+    kinds = list(_kinds(option.annotation))
+    return isinstance(option.default, int | float) or int in kinds or float in kinds
+
+
+def _kinds(kind: Any) -> Iterator[Any]:
+    """A type, and what it is one of, with what is said about them."""
+    yield kind
+    if get_origin(kind) in (Annotated, Union, UnionType):
+        for inner in get_args(kind):
+            yield from _kinds(inner)
 
 
 def _is_number(value: Any) -> bool:

@@ -29,7 +29,14 @@ ELSE = {  # what is wrong first is said of another key now
     ("buffer.trainer_input.auxiliary_buffers.sft_dataset.storage_type", "zz"),
     *(("algorithm.kl_penalty_fn", name) for name in ("k1", "k2", "abs")),  # fewer are advised
 }
-MENDED = {("buffer.explorer_input.taskset.rollout_args.temperature", "0")}  # was taken, and trained
+MENDED = {  # were taken
+    ("buffer.explorer_input.taskset.rollout_args.temperature", "0"),  # and trained
+    # every response was left out, or none could be
+    *(
+        ("algorithm.rollout_correction.rollout_token_veto_threshold", ratio)
+        for ratio in ("2", "-1")
+    ),
+}
 
 
 @pytest.fixture(autouse=True)

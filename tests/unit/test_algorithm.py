@@ -13,9 +13,11 @@ from rft.algorithm.fields import Fields
 from rft.algorithm.losses import LOSSES, token_loss
 from rft.algorithm.ratios import ESTIMATORS, mismatch
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
-from rft.config import AlgorithmConfig
+from rft.config import AlgorithmConfig, ConfigError
+from rft.config.arguments import options
 from rft.data.runs import expanded
 from rft.ground.experience import Experience, VersionSpan
+from rft.preflight.fill import fill_algorithm
 
 
 def fields(behaviour: list[float], advantage: list[float], **more: list[float]) -> Fields:
@@ -187,3 +189,67 @@ def test_staleness_is_counted_for_every_trained_token() -> None:
         found["staleness/unversioned_tokens"] == 1 and found["staleness/tokens_mixed_frac"] == 0.5
     )
     assert found["staleness/max"] == 6
+
+
+LOSS, ADVANTAGE = "policy_loss_fn_args", "advantage_fn_args"
+SENSELESS = [
+    ("grpo", LOSS, "clip_range", -0.1),
+    ("grpo", LOSS, "clip_range_low", -0.1),
+    ("grpo", LOSS, "clip_range_high", -0.1),
+    ("grpo", LOSS, "clip_ratio_c", 1.0),
+    ("grpo", LOSS, "delta", -1.0),
+    ("gspo", LOSS, "clip_range_high", -1e-4),
+    ("cispo", LOSS, "clip_range_low", -1.0),
+    ("cispo", LOSS, "mask_clip_range_high", -1.0),
+    ("sapo", LOSS, "tau_pos", 0.0),
+    ("sppo", LOSS, "epsilon", 0.0),
+    ("opmd", LOSS, "tau", -1.0),
+    ("opmd", ADVANTAGE, "tau", 0.0),
+    ("rec", LOSS, "temp", 0.0),
+    ("rec", LOSS, "regularizer_coef", -0.1),
+    ("rec", ADVANTAGE, "epsilon", 0.0),
+    ("grpo", ADVANTAGE, "epsilon", 0.0),
+    ("grpo", ADVANTAGE, "rank_penalty", 1.5),
+    ("gigpo", ADVANTAGE, "gamma", 1.1),
+    ("gigpo", ADVANTAGE, "omega", -1.0),
+    ("multi_step_grpo", ADVANTAGE, "epsilon", -1e-6),
+    ("ppo", ADVANTAGE, "gamma", 1.01),
+    ("ppo", ADVANTAGE, "lam", -0.1),
+    ("reinforceplusplus", ADVANTAGE, "gamma", 2.0),
+    ("on_policy_distill", ADVANTAGE, "kl_coef", -1.0),
+    ("jsd", ADVANTAGE, "lambda_coef", 1.5),
+    ("dpo", LOSS, "beta", 0.0),
+    ("dpo", LOSS, "label_smoothing", 0.5),
+    ("mix", LOSS, "mu", 1.1),
+    ("mix_chord", LOSS, "mu_peak", -0.1),
+    ("mix_chord", LOSS, "mu_decay_steps", -1),
+    ("mix_chord", LOSS, "cutoff_prob", 0.0),
+    ("ppo", "kl_loss_fn_args", "kl_coef", -0.1),
+]
+
+
+@pytest.mark.parametrize(("kind", "key", "name", "value"), SENSELESS)
+def test_a_number_that_turns_a_formula_round_is_refused(
+    kind: str, key: str, name: str, value: float
+) -> None:
+    """Divisions by 0, gradients of the wrong sign, ranges that hold nothing."""
+    algorithm = fill_algorithm(AlgorithmConfig(algorithm_type=kind, **{key: {name: value}}))
+    with pytest.raises(ConfigError) as refused:
+        recipe.check(algorithm)
+    said = str(refused.value)
+    assert said.startswith(f"algorithm.{key}.{name}={value:g}: ") and "\n" not in said
+
+
+@pytest.mark.parametrize("kind", ALGORITHMS)
+def test_what_an_algorithm_takes_by_default_is_taken_when_it_is_said(kind: str) -> None:
+    algorithm = fill_algorithm(AlgorithmConfig(algorithm_type=kind))
+    functions = {name: one.function for name, one in (ADVANTAGES | TOKEN_ADVANTAGES).items()}
+    found = functions.get(str(algorithm.advantage_fn))
+    if found is not None:
+        given = {name: one.default for name, one in options(found).items()}
+        algorithm.advantage_fn_args = given | algorithm.advantage_fn_args
+    loss = options(LOSSES[str(algorithm.policy_loss_fn)])
+    algorithm.policy_loss_fn_args = {
+        name: one.default for name, one in loss.items() if not name.endswith("_agg_mode")
+    } | algorithm.policy_loss_fn_args
+    recipe.check(algorithm)

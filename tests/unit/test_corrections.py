@@ -270,3 +270,23 @@ def test_a_budget_is_the_published_one_or_a_number_above_0(kind: str, published:
     assert "greater than 0" in refused(rollout_rs=kind, rollout_rs_threshold=0.0)
     assert "no lower end" in refused(rollout_rs=kind, rollout_rs_threshold_lower=0.5)
     assert "rollout_is_threshold" in refused(rollout_rs=kind, rollout_is_threshold=0.0)
+
+
+def test_a_range_is_asked_of_masks_alone() -> None:
+    """V-trace truncates at 1 (arXiv:1802.01561): a weight needs no range around 1."""
+    assert refused(rollout_is="token", rollout_is_threshold=1.0) == ""
+    assert refused(rollout_is="sequence", rollout_is_threshold=0.5) == ""
+    assert "rollout_is_threshold" in refused(rollout_is="token", rollout_is_threshold=0.0)
+    assert "must hold 1 inside" in refused(rollout_rs="token", rollout_is_threshold=1.0)
+
+
+@pytest.mark.parametrize("name", ["rollout_rs_threshold", "rollout_rs_threshold_lower"])
+def test_a_threshold_without_its_mask_is_refused(name: str) -> None:
+    assert f"{name}=0.5 with rollout_rs=none" in refused(**{name: 0.5})
+    assert name in refused(rollout_is="token", **{name: 0.5})
+
+
+def test_a_veto_is_a_small_ratio() -> None:
+    assert refused(rollout_token_veto_threshold=1e-4) == ""
+    for ratio in (1.0, 5.0, -1.0, float("nan")):
+        assert "rollout_token_veto_threshold" in refused(rollout_token_veto_threshold=ratio)
