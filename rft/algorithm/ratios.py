@@ -40,6 +40,7 @@ token, or its product (`sequence`) or geometric mean (`geometric`) over a respon
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from rft.algorithm.fields import Fields
@@ -121,8 +122,10 @@ class Coefficient:
         return self.value
 
     def after(self, kl: float, responses: int) -> None:
-        """A step with so many responses had this KL on average."""
-        if self.target is not None:
+        """A step with so many responses had this KL on average: one that is no number, of a step
+        that is skipped, says nothing.
+        """
+        if self.target is not None and isfinite(kl):
             error = min(max(kl / self.target - 1, -STRIDE), STRIDE)
             self.value *= 1 + error * min(1.0, responses / self.horizon)
 

@@ -309,6 +309,15 @@ def test_an_adaptive_coefficient_moves_towards_its_target() -> None:
     assert fixed.value == 0.01
 
 
+def test_a_step_without_a_number_leaves_the_coefficients_as_they_are() -> None:
+    """The penalty is known before anybody knows that the step will be skipped."""
+    moving = AlgorithmConfig(kl_penalty_fn="k1", kl_penalty_fn_args=ADAPTIVE)
+    coefficients = KLCoefficients(moving)
+    coefficients.responses = 100
+    assert coefficients.after_penalty({"kl/penalty": float("nan")}) == {"kl/penalty_coef": 0.001}
+    assert coefficients.penalty.value == 0.001
+
+
 def test_a_loss_reads_the_coefficient_of_the_moment() -> None:
     coefficient, fields = Coefficient(0.5, 0.1, 1.0), given(reference=OLD)
     loss = token_loss("sft", {}, kl="k1", kl_coef=coefficient)
