@@ -35,6 +35,7 @@ MIXED_LOSSES = ("mix", "mix_chord")
 
 # of LOSSES those whose gradient is -advantage where the ratio is 1, with a margin around it
 PLAIN = ("ppo", "cispo", "dppo_tv", "dppo_kl", "sapo", "sppo", "topr", "importance_sampling")
+PUSHED = (*PLAIN, "gspo", "opmd", "rec")  # those that are 0 where advantages are
 
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
@@ -223,11 +224,19 @@ def _together(algorithm: AlgorithmConfig, can_compare: bool) -> Iterator[str]:
         yield from _check_adaptive("kl_penalty_fn_args", algorithm.kl_penalty_fn_args)
         yield from _check_gates(algorithm)
     yield from _check_penalty(algorithm)
-    yield from _check_correction(algorithm)
+    yield from _check_sampled(algorithm)
+    yield from _check_correction(algorithm.rollout_correction)
 
 
 def _check_penalty(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.kl_penalty_fn == "none":
+        return
+    if algorithm.advantage_fn is None:
+        yield (
+            f"algorithm.kl_penalty_fn={algorithm.kl_penalty_fn} comes off rewards, and "
+            f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rows, which have "
+            "none: leave it out"
+        )
         return
     functions = ADVANTAGES | TOKEN_ADVANTAGES
     found = functions.get(str(algorithm.advantage_fn))
@@ -268,24 +277,32 @@ def _check_gates(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
 
 
-def _check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
-    wanted, key = algorithm.rollout_correction, "algorithm.rollout_correction"
-    of_rows = algorithm.advantage_fn is None and not needs_pairs(algorithm)
-    if of_rows and (
-        needs_reference(algorithm) or algorithm.proximal_logprobs or is_corrected(wanted)
-    ):
+def _check_sampled(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """What asks who sampled a token, and with which probability."""
+    key, corrected = "algorithm.rollout_correction", is_corrected(algorithm.rollout_correction)
+    of_rows, name = (
+        algorithm.advantage_fn is None,
+        f"algorithm.algorithm_type={algorithm.algorithm_type}",
+    )
+    if needs_pairs(algorithm) and corrected:
+        yield f"{key} with {name}: no engine has sampled the tokens of rows; leave it out"
+    asks = corrected or algorithm.proximal_logprobs or algorithm.kl_loss_fn != "none"
+    if of_rows and asks and not needs_pairs(algorithm):
         yield (
-            f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rows, whose tokens "
-            "no policy has sampled: leave "
-            "kl_loss_fn, kl_penalty_fn, proximal_logprobs and rollout_correction out"
+            f"{name} learns from rows, whose tokens no policy has sampled: leave "
+            "kl_loss_fn, proximal_logprobs and rollout_correction out"
         )
     if needs_proximal(algorithm) and not algorithm.proximal_logprobs:
-        what = key if is_corrected(wanted) else f"algorithm.advantage_fn={algorithm.advantage_fn}"
+        what = f"algorithm.advantage_fn={algorithm.advantage_fn}"
+        what = key if corrected else "algorithm.policy_loss_fn=dpo" if of_rows else what
         yield (
             f"algorithm.proximal_logprobs=false, but {what} needs what the policy says of its "
-            "batch before the step: leave the "
-            "former out"
+            "batch before the step: leave the former out"
         )
+
+
+def _check_correction(wanted: RolloutCorrectionConfig) -> Iterator[str]:
+    key = "algorithm.rollout_correction"
     yield from _check_thresholds(wanted)
     correction = _correction(wanted)
     if correction is None:
@@ -346,6 +363,11 @@ def _check_rows(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             f"algorithm.advantage_fn={algorithm.advantage_fn}: {name} learns from rows, which have "
             "no rewards; leave it out"
+        )
+    elif kind.source == "rows" and kind.schema != "dpo" and algorithm.policy_loss_fn in PUSHED:
+        yield (
+            f"algorithm.policy_loss_fn={algorithm.policy_loss_fn} with {name}: rows have no "
+            "advantages, without which it learns nothing; use sft, sft_is or sft_phi"
         )
     if (kind.schema == "dpo") != needs_pairs(algorithm):
         yield (

@@ -1,5 +1,6 @@
 """Advantages and losses against closed forms computed by hand, in fp64, and their gradients."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from rft.algorithm.credit import judge, metrics, rows
 from rft.algorithm.fields import Fields
 from rft.algorithm.losses import LOSSES, token_loss
 from rft.algorithm.ratios import ESTIMATORS, mismatch
+from rft.algorithm.recipe import PUSHED
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
-from rft.config import AlgorithmConfig, ConfigError
+from rft.config import AlgorithmConfig, ConfigError, RolloutCorrectionConfig
 from rft.config.arguments import options
 from rft.data.runs import expanded
 from rft.ground.experience import Experience, VersionSpan
@@ -253,3 +255,33 @@ def test_what_an_algorithm_takes_by_default_is_taken_when_it_is_said(kind: str) 
         name: one.default for name, one in loss.items() if not name.endswith("_agg_mode")
     } | algorithm.policy_loss_fn_args
     recipe.check(algorithm)
+
+
+UNSAMPLED = [
+    ("dpo", {"rollout_correction": RolloutCorrectionConfig("token")}, "rollout_correction with"),
+    ("dpo", {"kl_penalty_fn": "k2"}, "kl_penalty_fn=k2 comes off rewards"),
+    ("dpo", {"proximal_logprobs": False}, "proximal_logprobs=false, but algorithm.policy_loss_fn"),
+    ("sft", {"rollout_correction": RolloutCorrectionConfig("token")}, "learns from rows, whose"),
+    ("cpt", {"kl_penalty_fn": "k1"}, "kl_penalty_fn=k1 comes off rewards"),
+    *(("sft", {"policy_loss_fn": name}, "without which it learns nothing") for name in PUSHED),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "why"), UNSAMPLED)
+def test_what_rows_have_not_is_refused_once(kind: str, given: dict[str, Any], why: str) -> None:
+    """No engine's log-probabilities to correct, no rewards, no advantages to push with."""
+    algorithm = fill_algorithm(AlgorithmConfig(algorithm_type=kind, **given))
+    with pytest.raises(ConfigError) as refused:
+        recipe.check(algorithm)
+    assert why in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_loss_without_advantages_is_none() -> None:
+    """What `PUSHED` says: there is nothing to learn from in rows."""
+    logprobs = torch.tensor([-0.5, -1.5], dtype=torch.float64)
+    given = fields([-0.7, -1.0], [0.0, 0.0])
+    given = replace(given, sequence=torch.tensor([0, 0]), sequences=1)
+    for name in PUSHED:
+        assert not LOSSES[name](logprobs, given)[0].any(), name
+    for name in ("sft", "sft_is", "sft_phi"):
+        assert LOSSES[name](logprobs, given)[0].all(), name
