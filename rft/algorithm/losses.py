@@ -57,9 +57,10 @@ def ppo(
 
     max(-A r, -A clip(r, 1-low, 1+high)), r = exp(logprobs - old) (arXiv:1707.06347, eq. 7).
 
-    Where A < 0 the loss is capped at -A c ("dual clip", arXiv:1912.09729, eq. 5). The log-ratio is
-    clamped to +-20. `enable_sequence_masking` leaves out tokens with A < 0 of responses that have
-    become unlikely: mean(old - logprobs) > `delta` (DeepSeek-V3.2, arXiv:2512.02556).
+    Where A < 0 the loss is capped at -A c ("dual clip", arXiv:1912.09729, eq. 5), which
+    `clip_frac_dual` counts, and `clip_frac` does not. The log-ratio is clamped to +-20.
+    `enable_sequence_masking` leaves out tokens with A < 0 of responses that have become unlikely:
+    mean(old - logprobs) > `delta` (DeepSeek-V3.2, arXiv:2512.02556).
     `fallback_to_policy_gradient`: r = exp(logprobs - the same, held constant), which is 1.
     """
     low = clip_range if clip_range_low is None else clip_range_low
@@ -68,9 +69,13 @@ def ppo(
     ratio = limited(logprobs - (fresh if fallback_to_policy_gradient else fields.old)).exp()
     plain = -advantage * ratio
     clipped = -advantage * ratio.clamp(1 - low, 1 + high)
-    loss = plain.maximum(clipped)
-    loss = loss.where(advantage >= 0, loss.minimum(-advantage * clip_ratio_c))
-    metrics = {**clipped_share(clipped > plain, ratio), **versus_engine(logprobs, fields)}
+    bounded = plain.maximum(clipped)
+    loss = bounded.where(advantage >= 0, bounded.minimum(-advantage * clip_ratio_c))
+    metrics = {
+        **clipped_share(clipped > plain, ratio),
+        "clip_frac_dual": (loss < bounded).float(),
+        **versus_engine(logprobs, fields),
+    }
     if not enable_sequence_masking:
         return loss, metrics
     is_left_out = (advantage < 0) & (fields.mean(fields.old - fresh) > delta)

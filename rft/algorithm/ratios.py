@@ -65,8 +65,8 @@ def limited(log_ratio: "Tensor") -> "Tensor":
 
 
 def clipped_share(is_clipped: "Tensor", ratio: "Tensor") -> dict[str, "Tensor"]:
-    """How many tokens have no gradient because the policy has moved too far: in all, down (`low`)
-    and up (`high`).
+    """How many tokens the loss clips because the policy has moved too far, in all, down (`low`) and
+    up (`high`): they have no gradient, or, in `cispo`, a bounded weight.
     """
     below, above = is_clipped & (ratio < 1), is_clipped & (ratio > 1)
     return {

@@ -22,6 +22,7 @@ ELSEWHERE = {  # name in other systems -> name here
     "actor/final_loss": "loss",
     "actor/grad_norm": "grad_norm",
     "actor/pg_clipfrac": "clip_frac",
+    "actor/pg_clipfrac_lower": "clip_frac_dual",
     "actor/ppo_kl": "kl/old",
     "clip_frac/low": "clip_frac_low",
     "clip_frac/high": "clip_frac_high",

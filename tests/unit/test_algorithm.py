@@ -116,6 +116,16 @@ def test_asymmetric_clipping_and_clip_fraction() -> None:
     ].tolist() == [0.0, 0.0, 1.0]
 
 
+def test_tokens_that_the_dual_clip_caps_are_told() -> None:
+    """Bad tokens that became more than three times as likely have no gradient either."""
+    logprobs = torch.tensor([1.0, 1.2, 1.2, -0.6], dtype=torch.float64, requires_grad=True)
+    loss, found = LOSSES["ppo"](logprobs, fields([0.0] * 4, [-1.0, -1.0, 1.0, -1.0]))
+    (slope,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert found["clip_frac_dual"].tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert found["clip_frac"].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert (slope == 0).tolist() == [False, True, True, True]
+
+
 def test_a_penalty_brings_its_reference() -> None:
     """W54: where the KL comes off the rewards only, there is
     something to compare with all the same.
