@@ -36,6 +36,7 @@ MIXED_LOSSES = ("mix", "mix_chord")
 # of LOSSES those whose gradient is -advantage where the ratio is 1, with a margin around it
 PLAIN = ("ppo", "cispo", "dppo_tv", "dppo_kl", "sapo", "sppo", "topr", "importance_sampling")
 PUSHED = (*PLAIN, "gspo", "opmd", "rec")  # those that are 0 where advantages are
+WITHOUT_RATIO = ("opmd", "sft", "sft_is", "sft_phi", "dpo")
 
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
@@ -80,6 +81,21 @@ def needs_proximal(algorithm: AlgorithmConfig) -> bool:
         is_corrected(algorithm.rollout_correction)
         or needs_entropy(algorithm)
         or needs_pairs(algorithm)
+    )
+
+
+def needs_sampler(algorithm: AlgorithmConfig) -> bool:
+    """Whether something compares with the log-probabilities that tokens were sampled with."""
+    old = (
+        algorithm.policy_loss_fn not in WITHOUT_RATIO
+        or algorithm.kl_loss_fn == "corrected_k3"
+        or algorithm.kl_penalty_fn != "none"
+        or needs_teacher(algorithm)
+    )
+    return (
+        (old and not algorithm.proximal_logprobs)
+        or is_corrected(algorithm.rollout_correction)
+        or bool(algorithm.advantage_fn_args.get("rank_penalty"))
     )
 
 

@@ -109,13 +109,13 @@ class Copy:
         self._file.close()
 
 
-def read(path: str | Path, key: str = KEY) -> Iterator[list[Experience]]:
+def read(path: str | Path, key: str = KEY, sampled: bool = False) -> Iterator[list[Experience]]:
     """The groups of a file, in its order; raises ConfigError with file and line for one that cannot
-    be trained on.
+    be trained on. `sampled`: nor can one that does not say how likely its tokens were.
     """
     if source := remote.source_of(str(path), SUFFIXES):
         for one in remote.files(source, "train", None, key.removesuffix(".path")):
-            yield from read(one, key)
+            yield from read(one, key, sampled)
         return
     if said := unreadable(path):
         raise ConfigError(f"{key}: {said}")
@@ -125,7 +125,7 @@ def read(path: str | Path, key: str = KEY) -> Iterator[list[Experience]]:
         )
     with open(path, "rb") as file:
         found = (
-            _experience(line, f"{key}: {path}, line {number}")
+            _experience(line, f"{key}: {path}, line {number}", sampled)
             for number, line in enumerate(file, 1)
             if line.strip()
         )
@@ -135,7 +135,7 @@ def read(path: str | Path, key: str = KEY) -> Iterator[list[Experience]]:
             yield list(group)
 
 
-def _experience(line: bytes, where: str) -> Experience:
+def _experience(line: bytes, where: str, sampled: bool) -> Experience:
     try:
         found = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -155,6 +155,12 @@ def _experience(line: bytes, where: str) -> Experience:
                 f"{where}: {name} has {length} numbers for {response} tokens "
                 "of the response; correct it"
             )
+    if sampled and not len(found.logprobs) and any(found.action_mask):
+        raise ConfigError(
+            f"{where}: no logprobs of its {response} tokens, which the algorithm compares its own "
+            "with: give those that they were sampled with, or take a loss without a ratio, like "
+            "algorithm.policy_loss_fn=opmd"
+        )
     if not all(math.isfinite(number) for number in (found.reward, *found.token_rewards)):
         raise ConfigError(f"{where}: reward={found.reward}; give a finite number")
     return found
@@ -176,9 +182,9 @@ def batches(groups: list[list[Experience]], size: StepSize) -> list[list[list[Ex
     return found
 
 
-def count_steps(path: str | Path, size: StepSize) -> tuple[int, int]:
-    """(groups, full steps of a pass); also checks every line."""
-    groups = list(read(path))
+def count_steps(path: str | Path, size: StepSize, sampled: bool = False) -> tuple[int, int]:
+    """(groups, full steps of a pass); also checks every line, as `read` does."""
+    groups = list(read(path, sampled=sampled))
     return len(groups), len(batches(groups, size))
 
 

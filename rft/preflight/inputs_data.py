@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from rft.algorithm import ALGORITHMS, mixing
+from rft.algorithm import ALGORITHMS, mixing, recipe
 from rft.buffer.experience_file import count_steps, too_few
 from rft.buffer.progress import StepSize
 from rft.checkpoint.restore import newest_of
@@ -240,7 +240,8 @@ def _rows(c: Config, at_start: bool) -> Iterator[str]:
         check_database(buffer, at_start)
     elif buffer.storage_type == "file" and c.mode == "train":
         size = _size(c)
-        groups, steps = count_steps(str(buffer.path), size)
+        sampled = recipe.needs_sampler(c.algorithm)
+        groups, steps = count_steps(str(buffer.path), size, sampled)
         if not steps:
             yield too_few(str(buffer.path), groups, size)
 

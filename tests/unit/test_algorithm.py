@@ -295,3 +295,30 @@ def test_a_loss_without_advantages_is_none() -> None:
         assert not LOSSES[name](logprobs, given)[0].any(), name
     for name in ("sft", "sft_is", "sft_phi"):
         assert LOSSES[name](logprobs, given)[0].all(), name
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"algorithm_type": "grpo"}, True),
+        ({"algorithm_type": "grpo", "proximal_logprobs": True}, False),
+        ({"algorithm_type": "grpo", "rollout_correction": RolloutCorrectionConfig("token")}, True),
+        ({"algorithm_type": "opmd"}, False),
+        ({"algorithm_type": "opmd", "kl_penalty_fn": "k1"}, True),
+        ({"algorithm_type": "opmd", "kl_loss_fn": "corrected_k3"}, True),
+        ({"algorithm_type": "raft"}, False),
+        ({"algorithm_type": "sft"}, False),
+        ({"algorithm_type": "dpo"}, False),
+        ({"algorithm_type": "jsd", "policy_loss_fn": "opmd"}, True),
+        (
+            {
+                "algorithm_type": "grpo",
+                "policy_loss_fn": "opmd",
+                "advantage_fn_args": {"rank_penalty": 0.2},
+            },
+            True,
+        ),
+    ],
+)
+def test_who_compares_with_what_was_sampled(given: dict[str, Any], wanted: bool) -> None:
+    assert recipe.needs_sampler(fill_algorithm(AlgorithmConfig(**given))) is wanted

@@ -174,3 +174,18 @@ def test_a_line_that_cannot_be_trained_on_is_refused_with_its_number(
     path.write_bytes(b"\xff\xfe not text\n")
     with pytest.raises(ConfigError, match="line 1: no experience"):
         experience_file.count_steps(path, StepSize(1))
+
+
+def test_tokens_without_log_probabilities_are_refused_where_something_compares(
+    tmp_path: Path,
+) -> None:
+    """They would be taken for 0: tokens that were sure."""
+    good = json.loads(msgspec.json.encode(experience(1), enc_hook=listed))
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(good) + "\n" + json.dumps(good | {"logprobs": []}) + "\n")
+    assert experience_file.count_steps(path, StepSize(1))[1] == 1
+    with pytest.raises(ConfigError, match="line 2: no logprobs of its 5 tokens"):
+        experience_file.count_steps(path, StepSize(1), sampled=True)
+    untrained = good | {"logprobs": [], "action_mask": [0] * 5}
+    path.write_text(json.dumps(good) + "\n" + json.dumps(untrained) + "\n")
+    assert experience_file.count_steps(path, StepSize(1), sampled=True)[1] == 1

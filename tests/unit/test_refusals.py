@@ -922,6 +922,19 @@ def test_greedy_answers_are_taken_where_nobody_learns_from_them(
     train.prepared_stages(changed(base, [f"checkpoint_root_dir={tmp_path}", *words]))
 
 
+def test_experiences_that_do_not_say_how_likely_they_were_need_a_loss_that_does_not_ask(
+    base: DictConfig, tmp_path: Path
+) -> None:
+    file = tmp_path / "made.jsonl"
+    line = {"tokens": [5, 6, 7], "prompt_length": 1, "action_mask": [1, 1], "group": 0}
+    file.write_text("".join(json.dumps(line | {"group": at}) + "\n" for at in range(200)))
+    words = f"mode=train {QUEUE}.storage_type=file {QUEUE}.path={file} buffer.batch_size=2".split()
+    words = [*words, f"checkpoint_root_dir={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"line 1: no logprobs of its 2 tokens"):
+        train.prepared_stages(changed(base, words))
+    train.prepared_stages(changed(base, [*words, "algorithm.algorithm_type=opmd"]))
+
+
 @pytest.fixture(scope="module")
 def base(assets: Path) -> DictConfig:
     """A recipe that can run, with few rows: composed once."""
