@@ -189,6 +189,11 @@ class TokenAdvantage:
     measured: Callable[[Packed], np.ndarray] | None = None
 
     @property
+    def fewest(self) -> int:
+        """Responses to a task that they need at least."""
+        return 1 if self.over is None else 2
+
+    @property
     def takes_penalty(self) -> bool:
         """Whether they are made of rewards, which a KL penalty may be taken off."""
         return self.over is None and not self.needs_teacher

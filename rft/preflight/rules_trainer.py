@@ -13,6 +13,7 @@ import fsspec
 from rft.algorithm import ALGORITHMS, recipe
 from rft.algorithm.advantages import ADVANTAGES
 from rft.algorithm.strategies import SAMPLE_STRATEGIES
+from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
 from rft.config import Config, OptimizerConfig, arguments, get, is_remote, nearest
 from rft.megatron import schedule
 from rft.preflight.rules import SETS, Rule, among, tasksets
@@ -96,7 +97,7 @@ ONE_VALUE = (  # key, what it may be with a service, why, and the fix
 
 
 def _few(c: Config) -> Iterator[str]:
-    advantage = ADVANTAGES.get(str(c.algorithm.advantage_fn))
+    advantage = (ADVANTAGES | TOKEN_ADVANTAGES).get(str(c.algorithm.advantage_fn))
     if c.algorithm.advantage_fn_args.get("reward_threshold") is not None:
         return  # each response for itself
     if advantage is not None and int(c.algorithm.repeat_times or 0) < advantage.fewest:

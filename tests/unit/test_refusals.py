@@ -210,6 +210,11 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "set it to 2 or more",
     ),
     (
+        "algorithm.advantage_fn=clipb algorithm.repeat_times=1",
+        "algorithm.repeat_times",
+        "set it to 2 or more",
+    ),
+    (
         "algorithm.algorithm_type=dapo algorithm.kl_penalty_fn=k1",
         "algorithm.kl_penalty_fn",
         "rloo, reinforce",
