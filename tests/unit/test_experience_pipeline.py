@@ -430,3 +430,33 @@ def test_a_group_that_was_in_the_pipeline_at_a_crash_is_run_again(
     assert unfinished >= 1
     seen = [one.tokens[0] for batch in batches for one in batch.experiences]
     assert len(seen) == len(set(seen)) * 2 == STEPS * TASKS * 2 and 1 in seen
+
+
+@pytest.mark.parametrize(
+    ("operator", "rewards", "left"),
+    [
+        (OperatorConfig(name="reward_filter", args={"threshold": 1.0}), (2.0, 0.5, 0.0), 1),
+        (OperatorConfig(name="reward_filter", args={"threshold": 1.0}), (0.5, 0.5, 2.0), 0),
+        (OperatorConfig(name="length_filter", args={"min_tokens": 2}), (2.0, 0.5, 0.0), 2),
+    ],
+)
+def test_a_greedy_response_goes_where_those_go_that_are_compared_with_it(
+    tmp_path: Path, operator: OperatorConfig, rewards: tuple[float, ...], left: int
+) -> None:
+    """A trainer of `remax` has nothing to learn from samples without one, or from one alone."""
+
+    async def scenario() -> list[Experience]:
+        made = pipeline(tmp_path, operator)
+        await made.start(words)
+        try:
+            *samples, greedy = group(0, *rewards)
+            short = Experience(tokens=[0, 9], prompt_length=1, action_mask=[1], logprobs=[-0.5])
+            greedy = short if left == 2 else greedy
+            greedy.info = {"baseline": True}
+            return (await made.process(0, task(), [*samples, greedy])).experiences
+        finally:
+            await made.close()
+
+    kept = asyncio.run(scenario())
+    assert [e.reward for e in kept if "baseline" not in e.info] == [*rewards[:left]]
+    assert sum("baseline" in e.info for e in kept) == (left > 0)

@@ -97,8 +97,9 @@ class Worker:
         tokens = None if is_rows else {experience.token_bytes for experience in items}
         for name, operator in self._chosen(work.chosen):
             self._enter(name)
-            began = time.perf_counter()
+            began, greedy = time.perf_counter(), [] if is_rows else baselines(items)
             items, metrics = checked(await call(operator, "process", items), tokens)
+            items = beside(items, greedy) if greedy else items
             done.metrics.append((name, metrics))
             done.seconds.append(time.perf_counter() - began)
             done.counts.append(len(items))
@@ -137,6 +138,20 @@ class Worker:
 
     def _say(self, answer: Answer) -> None:
         self.connection.sendall(frame(encode(answer)))
+
+
+def baselines(experiences: list[Experience]) -> list[Experience]:
+    return [one for one in experiences if one.info.get("baseline")]
+
+
+def beside(kept: list[Experience], greedy: list[Experience]) -> list[Experience]:
+    """Responses that others are only compared with stay as long as one of these does, whatever an
+    operator thinks of them.
+    """
+    still = baselines(kept)
+    if len(still) == len(kept):
+        return []
+    return kept if still else [*kept, *greedy]
 
 
 def checked(result: Any, tokens: set[tuple[int, ...]] | None) -> tuple[list[Any], dict[str, float]]:
