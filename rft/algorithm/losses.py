@@ -238,6 +238,7 @@ def topr(logprobs: "Tensor", fields: Fields, advantage_threshold: float = 0.0) -
     (arXiv:2503.14286).
 
     Good responses are imitated as they are; bad ones count less, the less likely they have become.
+    r is that of the token, as in Trinity-RFT; the paper's is that of the whole response.
     """
     taper = limited(logprobs.detach() - fields.old).exp().clamp(max=1.0)
     alpha = taper.where(fields.advantage <= advantage_threshold, taper.new_ones(()))
@@ -269,6 +270,7 @@ def rec(
     of it is held constant. Ranges: one-side, r <= 1 + high where A >= 0 and r >= 1 - low where A <
     0; two-side, both; ring, two-side or (A >= 0 and r <= 1 - low') or (A <= 0 and r >= 1 + high').
     w: 1, r, or exp(A / temp). Regularisers: k2, c (logprobs - old)^2; forward-kl, -c logprobs.
+    (With gspo-one-side Trinity-RFT aggregates by seq-mean-token-mean; here loss_agg_mode says how.)
     """
     advantage, log_ratio = fields.advantage, limited(logprobs.detach() - fields.old)
     ratio = log_ratio.exp()
