@@ -270,7 +270,8 @@ def _check_penalty(algorithm: AlgorithmConfig) -> Iterator[str]:
 def _check_adaptive(key: str, given: dict[str, Any]) -> Iterator[str]:
     target, horizon = given.get("target_kl"), given.get("horizon")
     if given.get("adaptive"):
-        for name, value in (("target_kl", target), ("horizon", horizon)):
+        coef = given.get("kl_coef", KL_COEF)  # which is only ever multiplied
+        for name, value in (("target_kl", target), ("horizon", horizon), ("kl_coef", coef)):
             if value is None or value <= 0:
                 yield (
                     f"algorithm.{key}.{name}={value} with adaptive=true: give a number greater "

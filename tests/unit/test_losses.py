@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from rft.algorithm import recipe
 from rft.algorithm.fields import SCORES, Fields
 from rft.algorithm.losses import LOSSES, clipped_value, token_loss
 from rft.algorithm.ratios import Coefficient, Correction
-from rft.config import AlgorithmConfig
+from rft.config import AlgorithmConfig, ConfigError
 from rft.megatron.totals import Totals
+from rft.preflight.fill import fill_algorithm
 from rft.trainer.models import KLCoefficients
 
 LENGTHS = [5, 1, 4]  # of the responses in one microbatch; two tokens of padding behind
@@ -293,6 +295,7 @@ def test_a_correction_weighs_any_loss(
 # --- the coefficient of the KL --------------------------------------------------------------------
 
 ADAPTIVE = {"adaptive": True, "target_kl": 0.1, "horizon": 100}
+ADAPTIVE_NEEDS = ("target_kl", "horizon", "kl_coef")
 
 
 def test_an_adaptive_coefficient_moves_towards_its_target() -> None:
@@ -307,6 +310,18 @@ def test_an_adaptive_coefficient_moves_towards_its_target() -> None:
     fixed = Coefficient(0.01)
     fixed.after(9.0, responses=100)
     assert fixed.value == 0.01
+
+
+@pytest.mark.parametrize("name", ADAPTIVE_NEEDS)
+def test_an_adaptive_coefficient_that_could_not_move_is_refused(name: str) -> None:
+    given = ADAPTIVE | {"kl_coef": 0.01}
+    algorithm = fill_algorithm(
+        AlgorithmConfig(kl_loss_fn="k2", kl_loss_fn_args=given | {name: 0.0})
+    )
+    with pytest.raises(ConfigError, match=f"kl_loss_fn_args.{name}=0.0 with adaptive=true"):
+        recipe.check(algorithm)
+    algorithm.kl_loss_fn_args = given
+    recipe.check(algorithm)
 
 
 def test_a_step_without_a_number_leaves_the_coefficients_as_they_are() -> None:
