@@ -238,7 +238,7 @@ def _together(algorithm: AlgorithmConfig, can_compare: bool) -> Iterator[str]:
         yield from _check_mixing(algorithm)
         yield from _check_adaptive("kl_loss_fn_args", algorithm.kl_loss_fn_args)
         yield from _check_adaptive("kl_penalty_fn_args", algorithm.kl_penalty_fn_args)
-        yield from _check_gates(algorithm)
+        yield from _check_clips(algorithm)
     yield from _check_penalty(algorithm)
     yield from _check_sampled(algorithm)
     yield from _check_correction(algorithm.rollout_correction)
@@ -284,8 +284,15 @@ def _check_adaptive(key: str, given: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _check_gates(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _check_clips(algorithm: AlgorithmConfig) -> Iterator[str]:
     given = algorithm.policy_loss_fn_args
+    both = [name for name in ("clip_range_low", "clip_range_high") if given.get(name) is not None]
+    if "clip_range" in given and len(both) == 2:
+        yield (
+            f"algorithm.policy_loss_fn_args.clip_range={given['clip_range']} beside "
+            f"clip_range_low={given['clip_range_low']} and clip_range_high="
+            f"{given['clip_range_high']}, which are used instead: set these, or leave it out"
+        )
     bad, good = given.get("tau_neg", 1.05), given.get("tau_pos", 1.0)
     if algorithm.policy_loss_fn == "sapo" and bad < good:
         yield (

@@ -94,7 +94,10 @@ def fill_algorithm(algorithm: AlgorithmConfig) -> AlgorithmConfig:
     if algorithm.advantage_fn == defaults.advantage_fn:
         algorithm.advantage_fn_args = defaults.advantage_fn_args | algorithm.advantage_fn_args
     if algorithm.policy_loss_fn == defaults.policy_loss_fn:
-        algorithm.policy_loss_fn_args = defaults.policy_loss_fn_args | algorithm.policy_loss_fn_args
+        given, own = algorithm.policy_loss_fn_args, defaults.policy_loss_fn_args
+        if "clip_range" in given:  # both ends
+            own = {name: one for name, one in own.items() if not name.startswith("clip_range_")}
+        algorithm.policy_loss_fn_args = own | given
     if algorithm.proximal_logprobs is None:
         algorithm.proximal_logprobs = recipe.needs_proximal(algorithm)
     return algorithm

@@ -262,9 +262,25 @@ def test_what_an_algorithm_takes_by_default_is_taken_when_it_is_said(kind: str) 
         algorithm.advantage_fn_args = given | algorithm.advantage_fn_args
     loss = options(LOSSES[str(algorithm.policy_loss_fn)])
     algorithm.policy_loss_fn_args = {
-        name: one.default for name, one in loss.items() if not name.endswith("_agg_mode")
+        name: one.default
+        for name, one in loss.items()
+        if name != "clip_range" and not name.endswith("_agg_mode")
     } | algorithm.policy_loss_fn_args
     recipe.check(algorithm)
+
+
+def test_a_clip_range_that_is_given_is_both_ends_of_dapo_too() -> None:
+    """Its own 0.2 and 0.28 would be used instead."""
+    for given, wanted in (
+        ({}, {"clip_range_low": 0.2, "clip_range_high": 0.28}),
+        ({"clip_range": 0.1}, {"clip_range": 0.1}),
+        ({"clip_range_low": 0.1}, {"clip_range_low": 0.1, "clip_range_high": 0.28}),
+    ):
+        algorithm = fill_algorithm(
+            AlgorithmConfig(algorithm_type="dapo", policy_loss_fn_args=dict(given))
+        )
+        assert algorithm.policy_loss_fn_args == wanted
+        recipe.check(algorithm)
 
 
 UNSAMPLED = [

@@ -210,6 +210,11 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "set it to 2 or more",
     ),
     (
+        "+algorithm.policy_loss_fn_args={clip_range:0.1,clip_range_low:0.2,clip_range_high:0.3}",
+        "algorithm.policy_loss_fn_args.clip_range=0.1 beside clip_range_low=0.2",
+        "set these, or leave it out",
+    ),
+    (
         "algorithm.advantage_fn=clipb algorithm.repeat_times=1",
         "algorithm.repeat_times",
         "set it to 2 or more",
