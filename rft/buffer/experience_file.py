@@ -182,9 +182,20 @@ def batches(groups: list[list[Experience]], size: StepSize) -> list[list[list[Ex
     return found
 
 
-def count_steps(path: str | Path, size: StepSize, sampled: bool = False) -> tuple[int, int]:
-    """(groups, full steps of a pass); also checks every line, as `read` does."""
+def count_steps(
+    path: str | Path, size: StepSize, sampled: bool = False, compared: bool = False
+) -> tuple[int, int]:
+    """(groups, full steps of a pass); also checks every line, as `read` does. `compared`: every
+    group needs a greedy response.
+    """
     groups = list(read(path, sampled=sampled))
+    alone = [group for group in groups if not any("baseline" in one.info for one in group)]
+    if compared and alone:
+        raise ConfigError(
+            f"{KEY}: {path}: group {alone[0][0].group} and {len(alone) - 1} more have no greedy "
+            "response, with which algorithm.advantage_fn=remax compares: explore with it, or "
+            "choose another one, like rloo"
+        )
     return len(groups), len(batches(groups, size))
 
 

@@ -240,8 +240,8 @@ def _rows(c: Config, at_start: bool) -> Iterator[str]:
         check_database(buffer, at_start)
     elif buffer.storage_type == "file" and c.mode == "train":
         size = _size(c)
-        sampled = recipe.needs_sampler(c.algorithm)
-        groups, steps = count_steps(str(buffer.path), size, sampled)
+        asked = recipe.needs_sampler(c.algorithm), recipe.needs_baseline(c.algorithm)
+        groups, steps = count_steps(str(buffer.path), size, *asked)
         if not steps:
             yield too_few(str(buffer.path), groups, size)
 

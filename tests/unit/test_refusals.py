@@ -945,6 +945,22 @@ def test_experiences_that_do_not_say_how_likely_they_were_need_a_loss_that_does_
     train.prepared_stages(changed(base, [*words, "algorithm.algorithm_type=opmd"]))
 
 
+def test_groups_without_a_greedy_response_are_refused_where_it_is_the_baseline(
+    base: DictConfig, tmp_path: Path
+) -> None:
+    file = tmp_path / "made.jsonl"
+    line = {"tokens": [5, 6], "prompt_length": 1, "action_mask": [1], "logprobs": [-0.5]}
+    greedy = {"info": {"baseline": True}}
+    lines = [line | {"group": at} | more for at in range(200) for more in ({}, greedy)]
+    words = f"mode=train {QUEUE}.storage_type=file {QUEUE}.path={file} buffer.batch_size=2".split()
+    words = [*words, f"checkpoint_root_dir={tmp_path}", "algorithm.algorithm_type=remax"]
+    file.write_text("".join(json.dumps(one) + "\n" for one in lines[:-1]))
+    with pytest.raises(ConfigError, match=r"group 199 and 0 more have no greedy response"):
+        train.prepared_stages(changed(base, words))
+    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    train.prepared_stages(changed(base, words))
+
+
 @pytest.fixture(scope="module")
 def base(assets: Path) -> DictConfig:
     """A recipe that can run, with few rows: composed once."""
