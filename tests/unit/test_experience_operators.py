@@ -4,8 +4,10 @@ from math import nan
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rft.algorithm.advantages import total_reward
 from rft.config import ConfigError, DataJuicerConfig, OperatorConfig
 from rft.extras.pipeline.experiences import MetricTotals
 from rft.extras.pipeline.operators import EXPERIENCE_OPERATORS, make
@@ -61,6 +63,19 @@ def shaped(
 )
 def test_a_reward_is_shaped_by_a_stat(kind: str, expected: float) -> None:
     assert shaped(3.0, {"score": 0.5}, ("score", kind, 2.0)) == expected
+
+
+def test_shaping_reaches_an_advantage_of_rewards_per_token() -> None:
+    """Their sum wins over `reward`, which it is: a shaped one alone would change nothing."""
+    rewards = np.array([0.5, 0.25])
+    group = made(0.75, info={"a": 2.0}, reward_outcome="ok", token_rewards=rewards)
+    (one,), _ = apply(
+        "reward_shaping_mapper",
+        group,
+        reward_shaping_configs=[{"stats_key": "a", "op_type": "MUL"}],
+    )
+    assert one.reward == total_reward(one) == 1.5
+    assert one.token_rewards.tolist() == [0.5, 1.0] and rewards.tolist() == [0.5, 0.25]
 
 
 def test_shaping_goes_in_order_and_leaves_alone_what_it_cannot_shape() -> None:

@@ -28,6 +28,7 @@ class RewardShaping:
     reward <- reward op (weight * info[stats_key]), in the order of `reward_shaping_configs`.
 
     Unchanged where the experience has no such number, no valid reward, or DIV would divide by 0.
+    Where tokens have rewards of their own, the last one gets the difference.
     `op_type`: ADD (default), SUB, MUL or DIV; `weight`: 1 by default.
     """
 
@@ -63,7 +64,12 @@ class RewardShaping:
                 for key, operation, weight in self.steps:
                     if is_number(value := experience.info.get(key)):
                         experience.reward = operation(experience.reward, weight * value)
-                changes.append(experience.reward - before)
+                change = experience.reward - before
+                if change and len(experience.token_rewards):  # whose sum is what is learned from
+                    tokens = np.array(experience.token_rewards)
+                    tokens[-1] += change
+                    experience.token_rewards = tokens
+                changes.append(change)
         if not changes:
             return experiences, {}
         return experiences, {
