@@ -21,7 +21,7 @@ from rft.buffer.delivery import StoredGroup
 from rft.buffer.progress import StepSize
 from rft.config import ConfigError
 from rft.data import remote
-from rft.data.files import StatelessSource
+from rft.data.stateless import StatelessSource
 from rft.ground import durable
 from rft.ground.columns import listed, unpacked
 from rft.ground.errors import unreadable

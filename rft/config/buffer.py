@@ -50,6 +50,12 @@ class FormatConfig(Section):
     def response_column(self) -> str:
         return self.response_key or "response"
 
+    @property
+    def columns(self) -> set[str]:
+        """Those of what a model reads or is to write."""
+        found = {self.prompt_column, self.response_column, self.messages_key}
+        return found | {one for one in (self.system_prompt_key, self.tools_key) if one}
+
 
 @dataclass
 class TaskSelectorConfig(Section):
@@ -73,6 +79,10 @@ class RowFormatConfig(FormatConfig):
         Bool, "messages: learn every answer of a dialogue; false: the last one"
     ] = False
     chat_template: Annotated[Str | None, "default: model.custom_chat_template"] = None
+
+    @property
+    def columns(self) -> set[str]:
+        return super().columns | {self.chosen_key, self.rejected_key}
 
 
 @dataclass

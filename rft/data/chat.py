@@ -18,7 +18,6 @@ from its own prompt is refused rather than masked wrongly.
 """
 
 import importlib
-import json
 import re
 from typing import Any
 
@@ -44,7 +43,7 @@ def row_prompt(raw: dict[str, Any], config: FormatConfig) -> str | list[dict[str
         value = clean_messages(parsed(value))
     if name == "messages_key":
         return value
-    system = raw[config.system_prompt_key] if config.system_prompt_key else config.system_prompt
+    system = at(raw, config.system_prompt_key) if config.system_prompt_key else config.system_prompt
     if system is None or not value:
         return value
     messages = value if isinstance(value, list) else [{"role": "user", "content": value}]
@@ -57,9 +56,8 @@ def row_prompt(raw: dict[str, Any], config: FormatConfig) -> str | list[dict[str
 
 def row_tools(raw: dict[str, Any], config: FormatConfig) -> list[dict[str, Any]]:
     """The tools of a row: a list of objects, or that as JSON text; none where it says nothing."""
-    given = raw.get(config.tools_key) if config.tools_key else None
-    found = json.loads(given) if isinstance(given, str) else given
-    return list(found or [])
+    found = parsed(at(raw, config.tools_key)) if config.tools_key else None
+    return [] if found is MISSING else list(found or [])
 
 
 def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -106,13 +104,26 @@ def chat_text(
             "no chat template: set model.chat_template_path or model.custom_chat_template, "
             "or use format.prompt_type=plaintext without one"
         )
-    return tokenizer.apply_chat_template(
+    return _templated(
+        tokenizer,
         messages,
         chat_template=chat_template,
         add_generation_prompt=add_generation_prompt,
         tokenize=False,
-        **(getattr(tokenizer, "template_args", {}) | template_args),
+        **template_args,
     )
+
+
+def _templated(tokenizer: Any, messages: list[dict[str, Any]], **args: Any) -> Any:
+    """Raises ConfigError for what the template itself refuses, or cannot write."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages, **(getattr(tokenizer, "template_args", {}) | args)
+        )
+    except (TemplateError, TypeError) as error:
+        raise ConfigError(f"the chat template does not take these messages: {error}") from error
 
 
 def render_messages(
@@ -203,7 +214,7 @@ class Dialogues:
         self.template = chat_template
         self.end = end_of_turn(tokenizer, chat_template)
         self._end_text = tokenizer.convert_ids_to_tokens(self.end)
-        self.marks_answers = bool(GENERATION.search(chat_template or tokenizer.chat_template or ""))
+        self.marks_answers = bool(GENERATION.search(str(chat_template or tokenizer.chat_template)))
 
     def every_answer(
         self, messages: Messages, tools: Messages | None = None
@@ -211,14 +222,15 @@ class Dialogues:
         """Ids of the whole dialogue, learned in every assistant's turn."""
         if not self.marks_answers:
             return self.answers(messages, answers_of(messages), tools)
-        made = self.tokenizer.apply_chat_template(
+        self._check_shown(messages, tools)
+        made = _templated(
+            self.tokenizer,
             messages,
             tools=tools,
             chat_template=self.template,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
-            **getattr(self.tokenizer, "template_args", {}),
         )
         spans = spans_of(made["assistant_masks"])
         if not spans:
@@ -232,11 +244,13 @@ class Dialogues:
         self, messages: Messages, tools: Messages | None = None
     ) -> tuple[list[int], Spans]:
         """Ids of the whole dialogue, learned in its last turn only."""
-        last, words = len(messages) - 1, messages[-1]["content"]
+        self._check_shown(messages, tools)
+        last, words = len(messages) - 1, messages[-1].get("content")
         try:
             return self.answers(messages, [last], tools)
         except ConfigError:
-            if not isinstance(words, str):
+            # of more than words only the template knows how it is written
+            if not isinstance(words, str) or messages[-1].keys() != {"role", "content"}:
                 raise
         # Where the template writes a last answer otherwise than behind its own prompt, what a
         # rollout sees is learned.
@@ -248,6 +262,7 @@ class Dialogues:
         self, messages: Messages, learned: list[int], tools: Messages | None = None
     ) -> tuple[list[int], Spans]:
         """Ids up to the end of the last of the answers `learned`, given by their numbers."""
+        self._check_shown(messages, tools)
         text = chat_text(self.tokenizer, messages, self.template, False, tools=tools)
         ids: list[int] = []
         spans: Spans = []
@@ -263,6 +278,17 @@ class Dialogues:
                 ids.append(self.end)
             spans.append((first, len(ids)))
         return ids, spans
+
+    def _check_shown(self, messages: Messages, tools: Messages | None) -> None:
+        """Refuse what the template would leave out without a word."""
+        template = str(self.template or self.tokenizer.chat_template)
+        called = any(message.get("tool_calls") for message in messages)
+        for name, has in (("tools", tools), ("tool_calls", called)):
+            if has and name not in template:
+                raise ConfigError(
+                    f"the row has {name}, and the chat template shows none: give one that does as "
+                    "format.chat_template, or leave them out of the row"
+                )
 
     def _start(self, text: str, messages: Messages, number: int, tools: Messages | None) -> int:
         before = chat_text(self.tokenizer, messages[:number], self.template, True, tools=tools)

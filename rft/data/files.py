@@ -24,15 +24,12 @@ import msgspec
 
 from rft.config import ConfigError, FormatConfig
 from rft.data import formats, remote
+from rft.data.tables import TABLES, TableRows, load_table
 from rft.ground.errors import unreadable
-from rft.ground.experience import Batch
 
-TABLES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}  # builders of `datasets`
 SUFFIXES = (".jsonl", ".json", *TABLES)
 # what `datasets` leaves beside the data
 ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-# a cell of a .csv is what is written there: an answer may be None, NA or nothing
-AS_WRITTEN = {"csv": {"keep_default_na": False}}
 SPLITS = ("train", "test", "validation", "eval", "dev")
 _row_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
@@ -52,6 +49,8 @@ class Needs:
     # of a task: the first of these columns that a row has is text, or a list of chat messages
     prompts: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)  # whatever they hold
+    # of pairs, whose two answers are `answers`: their prompt, which they may begin with instead
+    pairs: dict[str, str] = field(default_factory=dict)
 
     @property
     def columns(self) -> dict[str, str]:
@@ -61,7 +60,7 @@ class Needs:
     @property
     def all(self) -> dict[str, str]:
         """Those that are looked at."""
-        return self.columns | self.prompts | self.tools
+        return self.columns | self.prompts | self.tools | self.pairs
 
 
 def task_needs(config: FormatConfig, key: str, prompt: bool = True, answer: bool = True) -> Needs:
@@ -222,10 +221,14 @@ class JsonRows(Sequence[dict[str, Any]]):
             return json.loads(lines.readline())
 
 
-def load_rows(files: list[Path], key: str) -> Sequence[dict[str, Any]]:
-    """All rows, by number; not in memory, except for .json arrays."""
+def load_rows(
+    files: list[Path], key: str, config: FormatConfig | None = None
+) -> Sequence[dict[str, Any]]:
+    """All rows, by number; not in memory, except for .json arrays. `config`: what columns mean."""
     if files[0].suffix in TABLES:
-        return load_table(files, key)
+        if config is None:
+            return load_table(files, key)
+        return TableRows(load_table(files, key, config.columns), config)
     if any(is_array(file) for file in files):
         rows = [
             json.loads(file.read_text("utf-8")) if is_array(file) else list(JsonRows([file]))
@@ -239,23 +242,6 @@ def is_array(file: Path) -> bool:
     """Whether a .json file is one array and not lines."""
     with file.open("rb") as data:
         return file.suffix == ".json" and data.read(1) == b"["
-
-
-def load_table(files: list[Path], key: str) -> Any:
-    """A memory-mapped `datasets.Dataset`."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    names, kind = [str(file) for file in files], TABLES[files[0].suffix]
-    try:
-        return datasets.load_dataset(
-            kind, data_files={"train": names}, split="train", **AS_WRITTEN.get(kind, {})
-        )
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # no rows at all
-        raise ConfigError(
-            f"{key}.path: `datasets` cannot read {names} together: {error.__cause__ or error}. "
-            "Give every file rows, with the same columns and types."
-        ) from error
 
 
 def check_rows(files: list[Path], needs: Needs, key: str) -> int:
@@ -282,7 +268,7 @@ def check_formed(files: list[Path], needs: Needs, key: str, config: FormatConfig
     count_rows(files, key)
     where = ", ".join(map(str, files))
     return check_made(
-        formats.translated(load_rows(files, key), config, key, where), where, needs, key
+        formats.translated(load_rows(files, key, config), config, key, where), where, needs, key
     )
 
 
@@ -379,8 +365,10 @@ def check_row(row: dict[str, msgspec.Raw], where: str, needs: Needs, key: str) -
             raise ConfigError(f"{key}.format.{name}: {where}: {column!r} {problem}")
     if needs.prompts:
         check_prompt(needs.prompts, found, row, where, key)
+    for name in needs.pairs:
+        check_pair(name, needs, found, where, key)
     for name, column in needs.tools.items():
-        if column in row and not is_list_of_tools(bytes(row[column])):
+        if found[name] is not None and not is_list_of_tools(bytes(found[name] or b"")):
             raise ConfigError(
                 f"{key}.format.{name}: {where}: "
                 f"{column!r} must be a list of tools, each an object, or that as JSON text"
@@ -413,6 +401,53 @@ def check_prompt(
         raise ConfigError(f"{key}.format.{name}: {where}: {column!r} {problem}")
 
 
+def check_pair(
+    name: str, needs: Needs, found: dict[str, bytes | None], where: str, key: str
+) -> None:
+    """Of messages; `name`: the key of the column of the prompt, if there is one."""
+    raw = found[name] or b"null"
+    if raw != b"null" and (problem := messages_problem(raw, False)):
+        raise ConfigError(f"{key}.format.{name}: {where}: {needs.pairs[name]!r} {problem}")
+    prompt, chosen, rejected = (
+        None if one == b"null" else _messages_decoder.decode(unquoted(one))
+        for one in (raw, *(bytes(found[answer] or b"") for answer in needs.answers))
+    )
+    try:
+        pair_of(prompt, chosen or [], rejected or [])
+    except ValueError as error:
+        raise ConfigError(f"{key}.format.{name}: {where}: {error}") from error
+
+
+def pair_of(
+    prompt: list[dict[str, Any]] | None,
+    chosen: list[dict[str, Any]],
+    rejected: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Prompt and two answers. Where chosen and rejected are whole dialogues, which do not begin
+    with the assistant, what both begin with is the prompt. Raises ValueError.
+    """
+    answers = (chosen, rejected)
+    if all(answer[0]["role"] != "assistant" for answer in answers):
+        most = min(map(len, answers)) - 1
+        count = next((n for n in range(most) if chosen[n] != rejected[n]), most)
+        prompt, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
+    if any(answer[0]["role"] != "assistant" for answer in (chosen, rejected)):
+        raise ValueError(
+            "chosen and rejected must both be the assistant's answer, or both whole dialogues that "
+            "are the same up to it"
+        )
+    if not prompt:
+        raise ValueError(
+            "there is no prompt: name its column, or let chosen and rejected begin with it"
+        )
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError(
+            "the prompt ends with the assistant's words, which chosen and rejected have: end it "
+            "before them, or name the right column"
+        )
+    return prompt, chosen, rejected
+
+
 def refuse_prompt(columns: dict[str, str], there: Iterable[str], where: str, key: str) -> None:
     """None of the columns is there: the one is told whose name is nearest to what is."""
     keys = list(there)
@@ -431,9 +466,11 @@ def messages_problem(raw: bytes, ends_with_assistant: bool) -> str | None:
             "format.prompt_type=plaintext"
         )
     if not messages or any(
-        not isinstance(message.get("role"), str) or "content" not in message for message in messages
+        not isinstance(message.get("role"), str)
+        or not ("content" in message or message.get("tool_calls"))
+        for message in messages
     ):
-        return 'needs at least one message, and "role" and "content" in each'
+        return 'needs at least one message, and "role" and "content" in each (or "tool_calls")'
     if ends_with_assistant and messages[-1]["role"] != "assistant":
         return (
             f"ends with role {messages[-1]['role']!r}, "
@@ -486,7 +523,7 @@ def read_columns(needs: Needs, there: set[str]) -> list[str]:
 
 def check_table(file: Path, needs: Needs, key: str) -> int:
     """A file that has its columns in rows."""
-    rows = load_table([file], key)
+    rows = load_table([file], key, needs.all.values())
     check_schema(rows.features.arrow_schema, file, needs, key)
     wanted = read_columns(needs, set(rows.column_names))
     batches = rows.select_columns(wanted).with_format("arrow").iter(1000) if wanted else ()
@@ -512,6 +549,7 @@ def check_schema(schema: Any, file: Path, needs: Needs, key: str) -> None:
     there = {n: c for n, c in needs.prompts.items() if {c, c.partition(".")[0]} & columns.keys()}
     if needs.prompts and not there:
         refuse_prompt(needs.prompts, columns, str(file), key)
+    there |= {n: c for n, c in needs.pairs.items() if c in columns}
     for name, column in (needs.columns | there).items():
         if column not in columns and column.partition(".")[0] in columns:
             continue  # inside another column: each value is looked at
@@ -538,48 +576,3 @@ def refuse_column(name: str, column: str, there: Iterable[str], where: str, key:
         f"there are {', '.join(map(repr, keys)) or 'no keys'}. "
         f"{hint}Set {key}.format.{name} to the right one, or add {column!r} to the row"
     )
-
-
-class StatelessSource:
-    """What sources have in common whose batch of a step follows from its number alone: a resume
-    needs nothing but the number.
-
-    In: the calls of `feed.BatchSource`, and of `looking.ShowsNext`. Out: nothing to note, and
-    nobody to wait for. Invariant: such a source has no state that a checkpoint would have to keep.
-    """
-
-    _looked: int = 0
-    _shown: Batch | None = None  # what was seen of that step, until it is taken
-
-    def batch(self, step: int) -> Batch:
-        """That of `step`; empty when the run is over."""
-        raise NotImplementedError
-
-    def take(self, step: int) -> Batch:
-        shown, self._shown = self._shown, None
-        return shown if shown is not None and shown.step == step else self.batch(step)
-
-    def begin_look(self, step: int) -> None:
-        self._looked = step
-
-    def look(self) -> Batch:
-        self._shown = self.batch(self._looked)
-        return self._shown
-
-    def look_away(self) -> None: ...
-
-    def wants_weights(self, interval: int) -> bool:
-        """Nobody explores."""
-        return False
-
-    def consumed(self, step: int) -> None: ...
-
-    def saved(self, step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-    def mark(self) -> int:
-        return 0
-
-    def retain(self, loop: dict[str, Any]) -> None:
-        """No policy sampled any of it."""

@@ -18,7 +18,6 @@ from rft.config import ConfigError, FormatConfig, TasksetConfig
 from rft.data import formats
 from rft.data.files import (
     MISSING,
-    TABLES,
     at,
     check_formed,
     check_made,
@@ -26,9 +25,9 @@ from rft.data.files import (
     data_files,
     json_rows,
     load_rows,
-    load_table,
     task_needs,
 )
+from rft.data.tables import TABLES, load_table
 from rft.ground.errors import unreadable
 
 RAW = "raw_task"  # a column of whole rows as JSON, as Trinity-RFT writes its tables
@@ -50,7 +49,11 @@ def is_table(config: TasksetConfig) -> bool:
 
 def load(config: TasksetConfig, key: str) -> Sequence[dict[str, Any]]:
     check_storage(config, key)
-    rows = SqlRows(config, key) if is_table(config) else load_rows(files_of(config, key), key)
+    rows = (
+        SqlRows(config, key)
+        if is_table(config)
+        else load_rows(files_of(config, key), key, config.format)
+    )
     return formats.translated(rows, config.format, key, str(config.path))
 
 

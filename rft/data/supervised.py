@@ -6,7 +6,8 @@ becomes.
             one sequence, loss on the answer (or all answers)
     cpt   text in the column of the prompt
             one sequence, loss on all tokens after the first
-    dpo   prompt, and a chosen and a rejected answer of its type
+    dpo   prompt, and a chosen and a rejected answer of its type; or two whole dialogues, whose
+          prompt is what they begin with alike
             two sequences: chosen, rejected
 
 In: raw rows and the format section of their buffer. Out: `Sequence`s of a row; the `Batch` of a
@@ -22,6 +23,7 @@ reported, never cut.
 
 import logging
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,17 +31,19 @@ import numpy as np
 
 from rft.config import ConfigError, ExperienceBufferConfig, RowFormatConfig
 from rft.data import formats
-from rft.data.chat import Dialogues, Messages, Spans, clean_messages, row_prompt
+from rft.data.chat import Dialogues, Messages, Spans, clean_messages, row_prompt, row_tools
 from rft.data.files import (
+    MISSING,
     Needs,
-    StatelessSource,
     at,
     check_formed,
     data_files,
     load_rows,
+    pair_of,
     parsed,
 )
 from rft.data.selectors import shuffled
+from rft.data.stateless import StatelessSource
 from rft.ground.columns import Flags
 from rft.ground.errors import refuse_all
 from rft.ground.experience import Batch, Experience
@@ -88,7 +92,7 @@ def row_needs(config: RowFormatConfig, key: str, schema: str = "sft") -> Needs:
     if messages:
         prompt = {"messages_key": config.messages_key}
         if schema == "dpo":
-            return Needs({}, prompt, pair, tools)
+            return Needs({}, answers=pair, tools=tools, pairs=prompt)
         return Needs({}, answers=prompt, tools=tools)
     text = {"prompt_key": config.prompt_column} | (
         pair if schema == "dpo" else {"response_key": config.response_column}
@@ -120,27 +124,40 @@ class Reader:
         if self.schema == "cpt":
             ids = list(self.tokenizer.encode(at(raw, self.config.prompt_column)))
             return [sequence(ids, [(1, len(ids))])] if len(ids) > 1 else []
-        keys = self.config
-        if self.schema == "dpo":
-            return [
-                self._answered(raw, at(raw, column))
-                for column in (keys.chosen_key, keys.rejected_key)
-            ]
+        keys, tools = self.config, row_tools(raw, self.config) or None
         if formats.has_messages(keys):
-            messages, tools = clean_messages(parsed(raw[keys.messages_key])), self._tools(raw)
-            learn = (
-                self.dialogues.every_answer
-                if keys.enable_concatenated_multi_turn
-                else self.dialogues.last_answer
-            )
-            return [sequence(*learn(messages, tools))]
-        return [self._answered(raw, at(raw, keys.response_column))]
+            return [sequence(*one) for one in self._of_messages(raw, tools)]
+        if self.schema == "dpo":
+            columns = (keys.chosen_key, keys.rejected_key)
+            return [self._answered(raw, at(raw, column), tools) for column in columns]
+        return [self._answered(raw, at(raw, keys.response_column), tools)]
 
-    def _answered(self, raw: dict[str, Any], answer: Any) -> Sequence:
-        """The row's prompt with this answer behind it: a text, a message, or several messages."""
-        if formats.has_messages(self.config):
-            prompt = clean_messages(parsed(raw[self.config.messages_key]))
-            return self._dialogue(prompt, clean_messages(parsed(answer)), self._tools(raw))
+    def _of_messages(
+        self, raw: dict[str, Any], tools: Messages | None
+    ) -> Iterator[tuple[list[int], Spans]]:
+        if self.schema == "dpo":
+            prompt, *answers = self._pair(raw)
+            yield from (self._dialogue(prompt, answer, tools) for answer in answers)
+            return
+        messages = self._messages(raw, self.config.messages_key)
+        every = self.config.enable_concatenated_multi_turn
+        learn = self.dialogues.every_answer if every else self.dialogues.last_answer
+        yield learn(messages, tools)
+
+    def _pair(self, raw: dict[str, Any]) -> tuple[Messages, Messages, Messages]:
+        chosen, rejected = (
+            self._messages(raw, column)
+            for column in (self.config.chosen_key, self.config.rejected_key)
+        )
+        said = parsed(at(raw, self.config.messages_key))
+        prompt = None if said in (MISSING, None) else clean_messages(said)
+        return pair_of(prompt, chosen, rejected)
+
+    def _messages(self, raw: dict[str, Any], column: str) -> Messages:
+        return clean_messages(parsed(at(raw, column)))
+
+    def _answered(self, raw: dict[str, Any], answer: Any, tools: Messages | None) -> Sequence:
+        """The row's prompt with this text behind it."""
         said = row_prompt(raw, self.config)
         if isinstance(said, str):
             if not (self.template or self.tokenizer.chat_template):
@@ -152,34 +169,23 @@ class Reader:
                 ]
                 return sequence(ids, [(len(prompt_ids), len(ids))])
             said = [{"role": "user", "content": said}]
-        return self._dialogue(
-            said, [{"role": "assistant", "content": str(answer)}], self._tools(raw)
-        )
+        words = [{"role": "assistant", "content": str(answer)}]
+        return sequence(*self._dialogue(said, words, tools))
 
-    def _dialogue(self, prompt: Messages, answer: Messages, tools: Messages | None) -> Sequence:
+    def _dialogue(
+        self, prompt: Messages, answer: Messages, tools: Messages | None
+    ) -> tuple[list[int], Spans]:
+        """`answer`: a message, or several."""
         if len(answer) == 1:
-            return sequence(*self.dialogues.last_answer([*prompt, *answer], tools))
+            return self.dialogues.last_answer([*prompt, *answer], tools)
         learned = [
             len(prompt) + n for n, message in enumerate(answer) if message["role"] == "assistant"
         ]
-        return sequence(*self.dialogues.answers([*prompt, *answer], learned, tools))
-
-    def _tools(self, raw: dict[str, Any]) -> Messages | None:
-        given = parsed(raw.get(self.config.tools_key)) if self.config.tools_key else None
-        return without_nulls(given) if given else None
+        return self.dialogues.answers([*prompt, *answer], learned, tools)
 
 
 def sequence(ids: list[int], learned: Spans) -> Sequence:
     return Sequence(array("I", ids), learned)
-
-
-def without_nulls(value: Any) -> Any:
-    """Arrow gives every object the fields of all others: those
-    that a tool does not have are null.
-    """
-    if isinstance(value, dict):
-        return {name: without_nulls(one) for name, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def check_supervised(
@@ -241,7 +247,7 @@ class SupervisedRows(StatelessSource):
             raise ConfigError(f"{key_path}.path: storage_type=file needs the path of the rows")
         files = data_files(config.path, config.split, config.subset_name, key_path)
         rows = formats.translated(
-            load_rows(files, key_path), config.format, key_path, str(config.path)
+            load_rows(files, key_path, config.format), config.format, key_path, str(config.path)
         )
         self.name = config.name
         self.shuffle = config.shuffle

@@ -12,7 +12,7 @@ from rft.algorithm import credit
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import AlgorithmConfig, ExperienceBufferConfig
-from rft.data.files import StatelessSource
+from rft.data.stateless import StatelessSource
 from rft.data.packing import Cost, Packed, Stacked
 from rft.ground.experience import Batch, Experience, encode
 from rft.trainer import feed as feeds

@@ -1,0 +1,296 @@
+"""Rows as other tools write them: numbers in .csv files, objects in .parquet files, pairs in the
+forms of TRL, calls of tools as OpenAI has them, columns inside columns.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rft.config import (
+    ConfigError,
+    ExperienceBufferConfig,
+    FormatConfig,
+    RowFormatConfig,
+    TasksetConfig,
+)
+from rft.data.supervised import SupervisedRows, check_supervised
+from rft.data.taskset import TaskDefaults, Taskset, check_taskset, for_journal
+from rft.ground.experience import Task
+from rft.tools.toy import character_tokenizer
+
+TASKS = "buffer.explorer_input.taskset.path"
+ROWS = "buffer.trainer_input.experience_buffer.path"
+DEFAULTS = TaskDefaults("single_turn", "exact_match", 2, 8, 1.0)
+# a template that shows tools and their calls
+TOOLS = (
+    "{% for t in tools or [] %}({{ t | tojson }}){% endfor %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function | tojson }}]{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ASKED = {"role": "user", "content": "2+2="}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return character_tokenizer()
+
+
+def said(words: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": words}
+
+
+def called(name: str, **arguments: Any) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def lines(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def parquet(path: Path, *rows: dict[str, Any]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def tasks(path: Path, **form: Any) -> list[Task]:
+    config = TasksetConfig(path=str(path), shuffle=False, format=FormatConfig(**form))
+    check_taskset(config, TASKS)
+    return list(Taskset(config, DEFAULTS))
+
+
+def learned(tokenizer: Any, path: Path, schema: str = "sft", **form: Any) -> list[tuple[str, str]]:
+    """Of every sequence: what is read, and what is learned."""
+    config = ExperienceBufferConfig(
+        name="rows", storage_type="file", path=str(path), format=RowFormatConfig(**form)
+    )
+    config.shuffle = False
+    size = 2 if schema == "dpo" else 1
+    count = check_supervised(config, ROWS, size, schema)
+    source = SupervisedRows(config, tokenizer, size, 0, 2000, schema=schema)
+    made = [one for step in range(count) for one in source.batch(step).experiences]
+    return [
+        (
+            tokenizer.decode(one.tokens[: one.prompt_length]),
+            tokenizer.decode(one.tokens[one.prompt_length :]),
+        )
+        for one in made
+    ]
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def test_a_cell_of_a_csv_is_the_text_that_is_written_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,response\n12,007\n1e3,1.50\n", encoding="utf-8")
+    found = tasks(path, prompt_type="plaintext")
+    assert [(one.prompt, one.truth) for one in found] == [
+        ("12", "007"),
+        ("1e3", "1.50"),
+    ]
+
+
+def test_cells_of_a_csv_without_a_name_do_not_move_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,response\nfirst, and second,3\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="more cells than the first line has names.*quotes"):
+        tasks(path, prompt_type="plaintext")
+
+
+def test_objects_of_a_table_have_no_fields_of_other_rows(tmp_path: Path, tokenizer: Any) -> None:
+    """Arrow has one type for all rows, and null for what a row lacks."""
+    path = parquet(
+        tmp_path / "a.parquet",
+        *(
+            {
+                "messages": [ASKED, called(name, **{name: 1}), said("4")],
+                "response": "4",
+                "tools": [{"name": name, "properties": {name: {"type": "number"}}}],
+            }
+            for name in ("f", "g")
+        ),
+    )
+    for name, task in zip(
+        "fg", tasks(path, prompt_type="messages", tools_key="tools"), strict=True
+    ):
+        assert task.tools == [{"name": name, "properties": {name: {"type": "number"}}}]
+        assert task.prompt[1] == called(name, **{name: 1})
+    read = learned(tokenizer, path, tools_key="tools", chat_template=TOOLS)
+    assert all("null" not in prompt for prompt, _ in read)
+    assert '{"name": "g", "arguments": {"g": 1}}' in read[1][0]
+
+
+def test_pictures_beside_a_prompt_are_left_alone(tmp_path: Path) -> None:
+    import datasets
+
+    told = datasets.Features(
+        {
+            "prompt": datasets.Value("string"),
+            "response": datasets.Value("string"),
+            "image": datasets.Image(),
+        }
+    )
+    row = {"prompt": "2+2=", "response": "4", "image": {"bytes": b"\x89PNG", "path": None}}
+    table = pyarrow.Table.from_pylist([row], schema=told.arrow_schema)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (task,) = tasks(tmp_path / "a.parquet", prompt_type="plaintext")
+    assert task.raw["image"]["bytes"] == b"\x89PNG"
+    assert for_journal(task)
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        ({"chosen": [ASKED, said("4")], "rejected": [ASKED, said("5")]}, {}),
+        (  # the columns of ultrafeedback_binarized
+            {
+                "prompt": "2+2=",
+                "messages": [ASKED, said("4")],
+                "chosen": [ASKED, said("4")],
+                "rejected": [ASKED, said("5")],
+            },
+            {},
+        ),
+        (
+            {"prompt": [ASKED], "chosen": [said("4")], "rejected": [said("5")]},
+            {"prompt_type": "messages", "messages_key": "prompt"},
+        ),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_pairs_may_be_whole_dialogues(
+    tmp_path: Path, tokenizer: Any, row: dict[str, Any], form: dict[str, Any], suffix: str
+) -> None:
+    write = lines if suffix == ".jsonl" else parquet
+    found = learned(tokenizer, write(tmp_path / f"a{suffix}", row), "dpo", **form)
+    asked = "<|user|>2+2=<|end|><|assistant|>"
+    assert found == [(asked, "4<|end|>"), (asked, "5<|end|>")]
+
+
+def test_what_dialogues_of_a_pair_begin_with_is_the_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    again = [ASKED, said("4"), {"role": "user", "content": "3+3="}]
+    row = {"chosen": [*again, said("6")], "rejected": [*again, said("7")]}
+    (better, worse) = learned(tokenizer, lines(tmp_path / "a.jsonl", row), "dpo")
+    assert better[0] == worse[0] and better[0].endswith("3+3=<|end|><|assistant|>")
+    assert (better[1], worse[1]) == ("6<|end|>", "7<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (
+            {"messages": [ASKED, said("4")], "chosen": [said("4")], "rejected": [said("5")]},
+            "the prompt ends with the assistant's words",
+        ),
+        ({"chosen": [said("4")], "rejected": [said("5")]}, "there is no prompt"),
+        (
+            {"messages": [ASKED], "chosen": [ASKED, said("4")], "rejected": [said("5")]},
+            "must both be the assistant's answer, or both whole dialogues",
+        ),
+        (
+            {
+                "chosen": [ASKED, said("4")],
+                "rejected": [{"role": "user", "content": "?"}, said("5")],
+            },
+            "are the same up to it",
+        ),
+    ],
+)
+def test_a_pair_without_one_prompt_is_refused(
+    tmp_path: Path, tokenizer: Any, row: dict[str, Any], why: str
+) -> None:
+    path = lines(tmp_path / "a.jsonl", row)
+    with pytest.raises(ConfigError, match=rf"format\.messages_key: .*line 1: .*{why}"):
+        learned(tokenizer, path, "dpo")
+
+
+# --- dialogues ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_a_call_of_a_tool_needs_no_words(
+    tmp_path: Path, tokenizer: Any, content: dict[str, Any]
+) -> None:
+    path = lines(tmp_path / "a.jsonl", {"messages": [ASKED, called("f", x=1) | content]})
+    ((prompt, answer),) = learned(tokenizer, path, chat_template=TOOLS)
+    assert prompt == "<|user|>2+2=<|end|><|assistant|>"
+    assert answer == '[{"name": "f", "arguments": {"x": 1}}]<|end|>'
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"messages": [ASKED, called("f")]}, "the row has tool_calls, and the chat template shows"),
+        ({"messages": [ASKED, said("4")], "tools": [{"name": "f"}]}, "the row has tools, and the"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "2"}]}, said("4")]},
+            "the chat template does not take these messages",
+        ),
+    ],
+)
+def test_what_the_template_does_not_write_is_refused_with_its_row(
+    tmp_path: Path, tokenizer: Any, row: dict[str, Any], why: str
+) -> None:
+    path = lines(tmp_path / "a.jsonl", row)
+    with pytest.raises(ConfigError, match=rf"row 1 of .*a\.jsonl: {why}"):
+        learned(tokenizer, path, tools_key="tools")
+
+
+def test_a_template_that_raises_is_refused_with_the_row(tmp_path: Path, tokenizer: Any) -> None:
+    """As those of Mistral and Gemma do where roles do not alternate."""
+    template = "{{ raise_exception('roles must alternate') if messages[1:] and messages[0].role == "
+    template += "messages[1].role }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    path = lines(tmp_path / "a.jsonl", {"messages": [ASKED, ASKED, said("4")]})
+    with pytest.raises(ConfigError, match=r"row 1 of .*roles must alternate"):
+        learned(tokenizer, path, chat_template=template)
+
+
+def test_calls_are_not_dropped_where_the_template_rewrites_its_prompt(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    """Only words can stand behind the prompt as they are."""
+    path = lines(tmp_path / "a.jsonl", {"messages": [ASKED, called("f") | {"content": ""}]})
+    template = "{{ messages | length }}" + TOOLS
+    with pytest.raises(ConfigError, match="row 1 of .*does not write message 2, an answer"):
+        learned(tokenizer, path, chat_template=template)
+
+
+def test_a_tokenizer_may_have_several_templates(tmp_path: Path) -> None:
+    """One for dialogues with tools, as those of Hermes do."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": TOOLS}
+    path = lines(tmp_path / "a.jsonl", {"messages": [ASKED, said("4")]})
+    assert learned(tokenizer, path) == [("<|user|>2+2=<|end|><|assistant|>", "4<|end|>")]
+
+
+def test_columns_inside_others_are_read_wherever_they_are_named(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    row = {
+        "x": {
+            "prompt": "2+2=",
+            "messages": [ASKED, said("4")],
+            "system": "add",
+            "tools": [{"name": "f"}],
+            "response": "4",
+        }
+    }
+    path = lines(tmp_path / "a.jsonl", row)
+    text = {"prompt_type": "plaintext", "prompt_key": "x.prompt", "response_key": "x.response"}
+    text["system_prompt_key"] = "x.system"
+    assert tasks(path, **text)[0].prompt == [{"role": "system", "content": "add"}, ASKED]
+    assert learned(tokenizer, path, **text)[0][0].startswith("<|system|>add<|end|>")
+    chat = {"prompt_type": "messages", "messages_key": "x.messages", "tools_key": "x.tools"}
+    assert tasks(path, **chat)[0].tools == [{"name": "f"}]
+    ((prompt, answer),) = learned(tokenizer, path, chat_template=TOOLS, **chat)
+    assert prompt.startswith('({"name": "f"})') and answer == "4<|end|>"
