@@ -188,7 +188,9 @@ class DifficultyBased(RowOrder):
         rho: float = 0.2,
         do_sample: float = False,
     ):
-        self.batch_size, self.seed, self.lag = rows.batch_size, rows.seed, rows.lag
+        # a set of a mixture may be smaller than a batch
+        self.batch_size = min(rows.batch_size, rows.count)
+        self.seed, self.lag = rows.seed, rows.lag
         known = len(rows.features)
         self.features = np.array(rows.features, dtype=np.float64) if known else None
         self.target, self.tau, self.trials = target_reward, tau, m

@@ -241,6 +241,11 @@ class Taskset(Epochs):
     def recall(self, told: list[list[Any]], running: list[Task]) -> None:
         """Of earlier processes: the lessons that were kept, and the tasks that are to run again."""
         ours = [lesson for lesson in told if lesson[0] == self.name]
+        if any(lesson[2] >= len(self._rows) for lesson in ours):
+            raise ConfigError(
+                f"taskset {self.name!r} has {len(self._rows)} rows, and its selector has learned "
+                f"of more: give {self.config.path} as it was, or begin a new run (another name)"
+            )
         self._selector.recall(
             [(draw, row, value) for _, draw, row, value, *_ in ours],
             [task.draw for task in running if task.taskset == self.name],

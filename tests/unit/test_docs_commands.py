@@ -80,15 +80,15 @@ def test_rows_of_the_page_on_data_are_taken(kind: str, rows: str, tmp_path: Path
     file = tmp_path / "rows.jsonl"
     file.write_text(rows, encoding="utf-8")
     of = RowFormatConfig(
-        prompt_type="messages" if kind in ("messages", "supervised", "pairs") else "plaintext"
+        prompt_type="plaintext" if kind in ("plaintext", "text_pairs", "text") else "messages"
     )
-    schema = {"supervised": "sft", "pairs": "dpo", "text_pairs": "dpo", "text": "cpt"}.get(kind)
+    schema = "dpo" if kind.endswith("pairs") else {"supervised": "sft", "text": "cpt"}.get(kind)
     needs = row_needs(of, "key", schema) if schema else task_needs(of, "key")
     assert check_rows([file], needs, "key") == len(rows.splitlines())
 
 
 def test_there_are_commands() -> None:
-    assert len(OVERRIDES) > 20 and len(TOOLS) > 5 and len(FILES) > 5 and len(ROWS) == 6
+    assert len(OVERRIDES) > 20 and len(TOOLS) > 5 and len(FILES) > 5 and len(ROWS) == 7
 
 
 @pytest.mark.parametrize("page,line", OVERRIDES)

@@ -17,6 +17,7 @@ from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.ledger import Ledger
 from rft.config import (
+    ConfigError,
     ExperienceBufferConfig,
     ExplorerConfig,
     FormatConfig,
@@ -322,3 +323,24 @@ def test_every_selector_of_the_reference_is_there() -> None:
         "offline_easy2hard",
         "difficulty_based",
     }
+
+
+def test_a_set_of_a_mixture_may_be_smaller_than_a_batch(tmp_path: Path) -> None:
+    kind = "difficulty_based"
+    small = taskset(tmp_path, kind, "small", 3, is_part=True, batch_size=8)
+    large = taskset(tmp_path, kind, "large", 21, is_part=True, batch_size=8)
+    made = Mixture([small, large], 3, None, 8)
+    found = Counter()
+    for _ in range(72):
+        task = next(made)
+        made.tell(task, 1.0)
+        found[task.taskset, task.epoch] += 1
+    assert [found["small", epoch] for epoch in range(3)] == [3, 3, 3]
+
+
+def test_what_was_learned_of_rows_that_are_no_more_is_refused(tmp_path: Path) -> None:
+    kind = "difficulty_based"
+    lesson = ["t", 0, ROWS - 1, 1.0]
+    taskset(tmp_path, kind).recall([lesson], [])
+    with pytest.raises(ConfigError, match="'t' has 8 rows, and its selector has learned of more"):
+        taskset(tmp_path, kind, rows=8).recall([lesson], [])

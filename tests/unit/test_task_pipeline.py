@@ -78,6 +78,17 @@ def op(name: str, **args: Any) -> dict[str, Any]:
     return {"name": name, "args": args}
 
 
+def test_answers_of_a_csv_stay_as_they_are_written(assets: Path, tmp_path: Path) -> None:
+    path = tmp_path / "raw.csv"
+    lines = ["prompt,response,hard", *(f"{n},00{n},{n}" for n in range(8))]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    operators = [op("difficulty_filter", field="hard", max_value=5)]
+    config = configured(assets, tmp_path, path, operators)
+    assert stages.ready([config], 0, preflight.check) is config
+    made = rows_of(tmp_path / "made.jsonl")
+    assert [row["response"] for row in made] == [f"00{n}" for n in range(6)]
+
+
 def test_rows_go_through_the_operators_in_order_and_become_the_taskset(
     assets: Path, tmp_path: Path, raw: Path
 ) -> None:

@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rft.config import Config, ConfigError, TaskPipelineConfig, job_dir
+from rft.config import Config, ConfigError, FormatConfig, TaskPipelineConfig, job_dir
 from rft.data.files import count_rows, load_rows
 from rft.extras.pipeline.data_juicer import JuicerClient, JuicerError, JuicerServer
 from rft.extras.pipeline.operators import TASK_OPERATORS, build, is_whole
-from rft.extras.pipeline.output import TaskOutput, inputs
+from rft.extras.pipeline.output import TaskOutput, destination, inputs
 from rft.extras.pipeline.worker_process import (
     TASKS,
     Done,
@@ -80,7 +80,7 @@ def run(config: Config, say: Callable[[str], None]) -> None:
         if is_delegated(given):
             came, rows, report = _unless_stopped(_delegated(config, output))
         else:
-            rows = read(inputs(config))
+            rows = read(inputs(config), _meaning(config))
             came = len(rows)
             rows, report = _unless_stopped(_local(config, rows))
     except (OperatorFailed, JuicerError) as error:
@@ -99,10 +99,16 @@ def run(config: Config, say: Callable[[str], None]) -> None:
     say(f"task pipeline: {came} rows in, {len(rows)} out ({told}) -> {output.file}")
 
 
-def read(files: list[Path]) -> list[Row]:
-    """All rows, file by file."""
+def read(files: list[Path], format_: FormatConfig | None = None) -> list[Row]:
+    """All rows, file by file. `format_`: what their columns mean."""
     count_rows(files, f"{TASKS}.inputs")  # refuses the first bad line
-    return [row for file in files for row in load_rows([file], f"{TASKS}.inputs")]
+    return [row for file in files for row in load_rows([file], f"{TASKS}.inputs", format_)]
+
+
+def _meaning(config: Config) -> FormatConfig | None:
+    """To who reads what comes out."""
+    found = destination(config)
+    return found[1].format if found else None
 
 
 def _unless_stopped(work: Coroutine[Any, Any, Result]) -> Result:
