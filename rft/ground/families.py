@@ -40,6 +40,20 @@ SUPPORTED: dict[str, frozenset[str]] = {
     "GptOssForCausalLM": frozenset({"qkv_bias", "window", "experts", "biases", "sinks", "fused"}),
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
+# what a config.json must say: of every model, of those with a feature (and, behind a minus, without
+# another). Where it is not there, transformers takes a number of its own
+SAID = {
+    "": "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size "
+    "rms_norm_eps max_position_embeddings",
+    "window -w123": "sliding_window",
+    "experts": "num_experts_per_tok",
+    "experts -w123 -biases": "moe_intermediate_size",
+    "gated_shared": "shared_expert_intermediate_size",
+    "sigmoid": "n_shared_experts first_k_dense_replace",
+    "mla": "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
+    "routed_scaling_factor n_group topk_group",
+}
+OTHER_THETA = ("w123", "sinks")  # than 10000, where none is given
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _BY_LENGTH = "its angles follow the longest sequence of a batch, which trainer and engine differ in"
 ROPE_REASONS = {"dynamic": _BY_LENGTH, "longrope": _BY_LENGTH}
@@ -153,7 +167,8 @@ def rope_of(hf: dict[str, Any]) -> dict[str, Any]:
     """
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     rope.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    kind = rope.pop("type", None)
+    rope["rope_type"] = rope.get("rope_type") or kind or "default"
     return rope
 
 
@@ -187,7 +202,15 @@ def has_latent_attention(path: str | Path) -> bool:
 
 def _refused(hf: dict[str, Any]) -> Iterator[str]:
     """What is asked for and not computed, each with its reason."""
+    if unsaid := ", ".join(_unsaid(hf)):
+        yield f"no {unsaid}: write there what the model was made with"
+        return
     features, rope = features_of(hf), rope_of(hf)
+    if rope_of({**hf, "rope_parameters": None}) != rope and hf.get("rope_scaling"):
+        yield (
+            "rope_scaling beside other rope_parameters, which transformers forgets then, rope_theta"
+            " too: write everything into rope_parameters"
+        )
     if (kind := rope["rope_type"]) not in ROPE_TYPES:
         known = f"known: {', '.join(ROPE_TYPES)}"
         yield f"rope_type {kind}, which is not supported ({ROPE_REASONS.get(kind, known)})"
@@ -228,6 +251,22 @@ def _refused(hf: dict[str, Any]) -> Iterator[str]:
         yield f"swiglu_alpha={hf['swiglu_alpha']}: Megatron computes 1.702"
     if hf.get("hidden_act", "silu") != "silu":
         yield f"hidden_act={hf['hidden_act']}: rft computes silu"
+
+
+def fits(features: frozenset[str], of: str) -> bool:
+    """Whether they have all words of `of`, and none of those behind a minus."""
+    return all((word.removeprefix("-") in features) != word.startswith("-") for word in of.split())
+
+
+def _unsaid(hf: dict[str, Any]) -> Iterator[str]:
+    features = SUPPORTED[family_of(hf)]
+    for of, names in SAID.items():
+        yield from (name for name in names.split() if name not in hf and fits(features, of))
+    if "experts" in features and not num_experts(hf):
+        yield "num_experts"
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if "rope_theta" not in {**hf, **rope} and not features.isdisjoint(OTHER_THETA):
+        yield "rope_theta"
 
 
 def rotated_share(hf: dict[str, Any]) -> float:

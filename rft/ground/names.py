@@ -24,6 +24,7 @@ from rft.ground.families import (
     expert_width,
     family_of,
     features_of,
+    fits,
     num_experts,
     shared_width,
 )
@@ -67,9 +68,7 @@ class WeightRule:
     of: str = ""
 
     def fits(self, features: frozenset[str]) -> bool:
-        return all(
-            (word.removeprefix("-") in features) != word.startswith("-") for word in self.of.split()
-        )
+        return fits(features, self.of)
 
 
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."

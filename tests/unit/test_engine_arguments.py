@@ -73,6 +73,7 @@ def test_the_table_says_which_vllm_it_is_of() -> None:
 def toy(tmp_path: Path) -> Path:
     """Of a model what an engine's arguments are made of: its sizes."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    sizes |= {"max_position_embeddings": 64, "rms_norm_eps": 1e-6}
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 512,

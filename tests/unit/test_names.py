@@ -37,6 +37,8 @@ HF: dict[str, Any] = {
     "num_hidden_layers": 4,
     "tie_word_embeddings": False,
     "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
 
@@ -301,7 +303,13 @@ DEEPSEEK = MIXTURE | {
     **{"hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128},
     **{"intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61},
     **{"n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3},
-    **{"n_group": 8, "topk_group": 4, "moe_layer_freq": 1, "num_nextn_predict_layers": 1},
+    **{
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 1,
+    },
     **{"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "vocab_size": 129280},
     **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "head_dim": None},
     **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": None},
@@ -319,6 +327,7 @@ MISTRAL = HF | {
     "architectures": ["MistralForCausalLM"],
     **{"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None},
     **{"intermediate_size": 14336, "vocab_size": 32000, "num_hidden_layers": 32},
+    "sliding_window": None,
 }
 MIXTRAL = MISTRAL | {
     **{"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -390,7 +399,7 @@ def test_published_models_have_as_many_parameters(
         (GPT_OSS, {"layer_types": ["chunked_attention"] * 24}, "sliding-window"),
         (GPT_OSS, {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
         (GPT_OSS, {"rms_norm_eps": 1e-6}, "vLLM computes 1e-5"),
-        (GPT_OSS, {"rope_parameters": {"rope_type": "default"}}, "beta_fast and beta_slow"),
+        (GPT_OSS, {"rope_parameters": {"rope_theta": 1.5e5}}, "beta_fast and beta_slow"),
         (GLM_AIR, {"scoring_func": "softmax"}, "scoring_func=softmax"),
         (MISTRAL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (MISTRAL, {"rope_parameters": {"rope_type": "dynamic"}}, "longest sequence of a batch"),
@@ -399,6 +408,15 @@ def test_published_models_have_as_many_parameters(
         (MIXTRAL, {"num_experts_per_tok": 1}, "no router learns"),
         (QWEN2_MOE, {"decoder_sparse_step": 25}, "no layer that has them"),
         (QWEN2_MOE, {"use_sliding_window": True}, "sliding"),
+        (
+            MISTRAL,
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0}
+                | {"original_max_position_embeddings": 4096},
+            },
+            "rope_scaling beside other rope_parameters, which transformers forgets",
+        ),
     ],
 )
 def test_what_a_family_has_not_is_refused_with_its_reason(
@@ -407,6 +425,40 @@ def test_what_a_family_has_not_is_refused_with_its_reason(
     (tmp_path / "config.json").write_text(json.dumps(hf | changes), encoding="utf-8")
     with pytest.raises(ConfigError, match=text):
         read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("hf", "name"),
+    [
+        (MISTRAL, "hidden_size"),
+        (MISTRAL, "rms_norm_eps"),
+        (MISTRAL, "sliding_window"),
+        (MIXTRAL, "rope_theta"),
+        (MIXTRAL, "num_experts_per_tok"),
+        (GLM_AIR, "first_k_dense_replace"),
+        (DEEPSEEK, "routed_scaling_factor"),
+        (DEEPSEEK, "kv_lora_rank"),
+        (QWEN2_MOE, "num_experts"),
+    ],
+)
+def test_what_transformers_would_take_of_its_own_must_be_said(
+    tmp_path: Path, hf: dict[str, Any], name: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf), encoding="utf-8")
+    assert read_hf_config(tmp_path) == hf
+    gone = (name, "rope_parameters") if name == "rope_theta" else (name,)
+    less = {key: value for key, value in hf.items() if key not in gone}
+    (tmp_path / "config.json").write_text(json.dumps(less), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"config.json has no {name}: write there what"):
+        read_hf_config(tmp_path)
+
+
+def test_rotary_parameters_may_be_there_in_both_spellings(tmp_path: Path) -> None:
+    """As long as they say the same."""
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+    both = MISTRAL | {"rope_parameters": rope, "rope_scaling": {"type": "linear", **rope}}
+    (tmp_path / "config.json").write_text(json.dumps(both), encoding="utf-8")
+    read_hf_config(tmp_path)
 
 
 @pytest.mark.parametrize("hf", [MISTRAL, MIXTRAL, QWEN2_MOE, GLM_AIR, GPT_OSS, DEEPSEEK])
