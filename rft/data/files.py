@@ -11,11 +11,9 @@ has columns goes through `datasets` (its memory-mapped Arrow copy is in HF_DATAS
 Every refusal is a `ConfigError` that names the config key, the file and line, and the fix.
 """
 
-import bisect
 import difflib
 import json
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import msgspec
 
 from rft.config import ConfigError, FormatConfig
 from rft.data import formats, remote
+from rft.data.lines import JsonRows, as_line, is_array, json_rows, parse_row
 from rft.data.tables import TABLES, TableRows, load_table
 from rft.ground.errors import unreadable
 
@@ -31,7 +30,8 @@ SUFFIXES = (".jsonl", ".json", *TABLES)
 # what `datasets` leaves beside the data
 ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 SPLITS = ("train", "test", "validation", "eval", "dev")
-_row_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+ALSO = {"training": "train", "testing": "test", "val": "validation", "valid": "validation"}
+ALSO |= {"evaluation": "eval"}
 _messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
 
 
@@ -156,7 +156,7 @@ def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path
         for p in [*root.glob(f"*{suffix}"), *root.glob(f"*/*{suffix}")]
         if p.name not in ABOUT
     )
-    named = [p for p in files if split_of(p.relative_to(root)) == split]
+    named = [p for p in files if split_of(p.relative_to(root)) == ALSO.get(split, split)]
     unnamed = [p for p in files if split_of(p.relative_to(root)) is None and p.parent == root]
     found = named or (unnamed if split == "train" else [])
     if not found:
@@ -189,36 +189,8 @@ def split_of(path: Path) -> str | None:
     words = " ".join(path.parts)
     for separator in "-_.":
         words = words.replace(separator, " ")
-    return next((word for word in words.lower().split() if word in SPLITS), None)
-
-
-class JsonRows(Sequence[dict[str, Any]]):
-    """The objects of JSON-lines files, decoded when asked for.
-
-    Holds offsets only, so it pickles small.
-    """
-
-    def __init__(self, files: list[Path]) -> None:
-        self.files = files
-        self._starts: list[int] = []  # number of the first row of each file
-        self._offsets = array("Q")
-        for file in files:
-            self._starts.append(len(self._offsets))
-            offset = 0
-            with file.open("rb") as lines:
-                for line in lines:
-                    if not line.isspace():
-                        self._offsets.append(offset)
-                    offset += len(line)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, row: Any) -> Any:
-        offset = self._offsets[row]
-        with self.files[bisect.bisect_right(self._starts, row % len(self)) - 1].open("rb") as lines:
-            lines.seek(offset)
-            return json.loads(lines.readline())
+    said = (ALSO.get(word, word) for word in words.lower().split())
+    return next((word for word in said if word in SPLITS), None)
 
 
 def load_rows(
@@ -236,12 +208,6 @@ def load_rows(
         ]
         return [row for part in rows for row in part]
     return JsonRows(files)
-
-
-def is_array(file: Path) -> bool:
-    """Whether a .json file is one array and not lines."""
-    with file.open("rb") as data:
-        return file.suffix == ".json" and data.read(1) == b"["
 
 
 def check_rows(files: list[Path], needs: Needs, key: str) -> int:
@@ -274,9 +240,9 @@ def check_formed(files: list[Path], needs: Needs, key: str, config: FormatConfig
 
 def check_made(rows: Sequence[dict[str, Any]], where: str, needs: Needs, key: str) -> int:
     """Refuse the first row that cannot be used, of rows that are not read from JSON lines."""
-    for number, row in enumerate(rows):
-        told = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in row.items()}
-        check_row(told, f"{where} row {number + 1}", needs, key)
+    for number, row in enumerate(rows, 1):
+        at_row = f"{where} row {number}"
+        check_row(parse_row(as_line(row, at_row, key), at_row, key), at_row, needs, key)
     if not len(rows):
         raise ConfigError(f"{key}.path: no rows in {where}: the table is empty")
     return len(rows)
@@ -285,64 +251,6 @@ def check_made(rows: Sequence[dict[str, Any]], where: str, needs: Needs, key: st
 def count_rows(files: list[Path], key: str) -> int:
     """The number of rows, without a look into them."""
     return check_rows(files, Needs({}), key)
-
-
-def json_rows(file: Path, key: str) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
-    """(where it is, columns still encoded) of every row; refuses
-    what is no UTF-8 or no JSON object.
-    """
-    if is_array(file):
-        yield from array_rows(file, key)
-        return
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            where = f"{file} line {number}"
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                raise ConfigError(
-                    f"{key}.path: {where} is not UTF-8 (byte {error.start + 1} of the line is "
-                    f"0x{line[error.start]:02x}): save the file as UTF-8"
-                ) from error
-            if line.startswith(b"\xef\xbb\xbf"):
-                raise ConfigError(
-                    f"{key}.path: {where} begins with a byte-order mark: "
-                    "save the file as UTF-8 without BOM"
-                )
-            if not line.isspace():
-                yield where, parse_row(line, where, key)
-
-
-def parse_row(line: bytes, where: str, key: str) -> dict[str, msgspec.Raw]:
-    try:
-        return _row_decoder.decode(line)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{key}.path: {where} is no JSON object but {line[:40]!r}: write one object per line"
-        ) from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"{key}.path: {where} is malformed JSON ({error}): "
-            f"each line must be one whole JSON object, and this one is {line[:60]!r}"
-        ) from error
-
-
-def array_rows(file: Path, key: str) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
-    data = file.read_bytes()
-    try:
-        rows = json.loads(data.decode())
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"{key}.path: {file} line {line} is not UTF-8: save the file as UTF-8"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{key}.path: {file} line {error.lineno} is malformed JSON ({error.msg})"
-        ) from error
-    for number, row in enumerate(rows, 1):
-        where = f"{file} row {number}"
-        yield where, parse_row(msgspec.json.encode(row), where, key)
 
 
 def check_row(row: dict[str, msgspec.Raw], where: str, needs: Needs, key: str) -> None:

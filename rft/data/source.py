@@ -23,10 +23,10 @@ from rft.data.files import (
     check_made,
     count_rows,
     data_files,
-    json_rows,
     load_rows,
     task_needs,
 )
+from rft.data.lines import json_rows
 from rft.data.tables import TABLES, load_table
 from rft.ground.errors import unreadable
 

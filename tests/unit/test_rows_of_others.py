@@ -17,6 +17,7 @@ from rft.config import (
     RowFormatConfig,
     TasksetConfig,
 )
+from rft.data.files import data_files
 from rft.data.supervised import SupervisedRows, check_supervised
 from rft.data.taskset import TaskDefaults, Taskset, check_taskset, for_journal
 from rft.ground.experience import Task
@@ -294,3 +295,43 @@ def test_columns_inside_others_are_read_wherever_they_are_named(
     assert tasks(path, **chat)[0].tools == [{"name": "f"}]
     ((prompt, answer),) = learned(tokenizer, path, chat_template=TOOLS, **chat)
     assert prompt.startswith('({"name": "f"})') and answer == "4<|end|>"
+
+
+# --- numbers, letters, names ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"prompt": "q", "response": 123456789012345678901}', "64 bits as 'response'.*as text"),
+        ('{"prompt": "q", "response": "1", "x": [18446744073709551616]}', "64 bits as 'x'"),
+        ('{"prompt": "\\ud83d", "response": "1"}', "surrogates not allowed|malformed JSON"),
+    ],
+)
+def test_what_no_journal_keeps_is_refused_before_a_run(
+    tmp_path: Path, name: str, text: str, why: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(f"[{text}]" if name.endswith("json") else text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"taskset\.path: .*(line|row) 1 .*({why})"):
+        tasks(file, prompt_type="plaintext")
+
+
+def test_long_numbers_that_fit_and_digits_of_a_text_are_taken(tmp_path: Path) -> None:
+    row = {"prompt": "9" * 40, "response": 2**64 - 1}
+    (task,) = tasks(lines(tmp_path / "a.jsonl", row), prompt_type="plaintext")
+    assert (task.prompt, task.truth) == ("9" * 40, "18446744073709551615")
+    assert for_journal(task)
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_a_validation_file_is_no_part_of_the_training_set(tmp_path: Path, name: str) -> None:
+    for file in ("rows.jsonl", f"{name}.jsonl"):
+        lines(tmp_path / file, {"prompt": "q", "response": "1"})
+    for split, found in (
+        ("train", ["rows.jsonl"]),
+        (name, [f"{name}.jsonl"]),
+        ("validation", [f"{name}.jsonl"]),
+    ):
+        assert [one.name for one in data_files(str(tmp_path), split, None, "key")] == found
