@@ -18,11 +18,12 @@ from its own prompt is refused rather than masked wrongly.
 """
 
 import importlib
+import json
 import re
 from typing import Any
 
 from rft.config import ConfigError, FormatConfig, ModelConfig, RowFormatConfig
-from rft.data.files import MISSING, at, parsed, prompt_columns
+from rft.data.files import MISSING, at, content_problem, parsed, prompt_columns
 from rft.ground import hubs
 from rft.ground.experience import Task
 
@@ -61,11 +62,30 @@ def row_tools(raw: dict[str, Any], config: FormatConfig) -> list[dict[str, Any]]
 
 
 def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the empty fields that Arrow adds where another row has them."""
-    return [
-        {name: value for name, value in message.items() if value is not None}
-        for message in messages
-    ]
+    """As templates take them, and as the endpoint of agents gives them: without the empty fields
+    that Arrow adds where another row has them; content is one text, the arguments of a call an
+    object. What is neither is left to a workflow that reads rows itself.
+    """
+    return [_clean(message) for message in messages]
+
+
+def _clean(message: dict[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in message.items() if value is not None}
+    if content_problem(found):
+        return found
+    content = found.get("content", "")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    found["content"] = "".join(part["text"] for part in parts)
+    if calls := found.pop("tool_calls", None):  # of none, templates would write that there are some
+        found["tool_calls"] = [_call(one) for one in calls]
+    return found
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _call(call["function"])}
+    arguments = call.get("arguments")
+    return {**call, "arguments": json.loads(arguments)} if isinstance(arguments, str) else call
 
 
 def import_tokenizers() -> None:
@@ -254,8 +274,9 @@ class Dialogues:
                 raise
         # Where the template writes a last answer otherwise than behind its own prompt, what a
         # rollout sees is learned.
-        prompt = render_messages(self.tokenizer, messages[:-1], self.template, tools)
-        ids = [*prompt, *self._ids(words), self.end]
+        text = chat_text(self.tokenizer, messages[:-1], self.template, tools=tools)
+        prompt = self._ids(text)
+        ids = [*prompt, *self._ids(behind_tag(text, words)), self.end]
         return ids, [(len(prompt), len(ids))]
 
     def answers(
@@ -318,6 +339,15 @@ class Dialogues:
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def behind_tag(prompt: str, words: str) -> str:
+    """Without the tag (<think>) that the prompt ends with, where the words begin with it too."""
+    tag = re.search(r"<\w+>\s*$", prompt)
+    opened = tag[0].strip() if tag else ""
+    if opened and words.lstrip().startswith(opened):
+        return words.lstrip().removeprefix(opened).lstrip("\n")
+    return words
 
 
 def answers_of(messages: Messages) -> list[int]:

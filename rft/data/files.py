@@ -373,18 +373,43 @@ def messages_problem(raw: bytes, ends_with_assistant: bool) -> str | None:
             'must be a list of messages {"role": ..., "content": ...}; for a plain text use '
             "format.prompt_type=plaintext"
         )
-    if not messages or any(
-        not isinstance(message.get("role"), str)
-        or not ("content" in message or message.get("tool_calls"))
-        for message in messages
-    ):
-        return 'needs at least one message, and "role" and "content" in each (or "tool_calls")'
+    if not messages or not all(isinstance(message.get("role"), str) for message in messages):
+        return 'needs at least one message, and "role" and "content" in each'
+    for message in messages:
+        if problem := content_problem(message):
+            return problem
     if ends_with_assistant and messages[-1]["role"] != "assistant":
         return (
             f"ends with role {messages[-1]['role']!r}, "
             "but supervised rows must end with the assistant's answer"
         )
     return None
+
+
+def content_problem(message: dict[str, Any]) -> str | None:
+    """A message's content is a text, or parts of one as OpenAI has them; a call of tools may do
+    without.
+    """
+    content, calls = message.get("content"), message.get("tool_calls")
+    if content is None and not calls:
+        return 'needs "role" and "content" in each message (or "tool_calls")'
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        return f"has content that is no text: {str(content)[:60]}"
+    for call in calls or []:
+        asked = call.get("function", call) if isinstance(call, dict) else None
+        arguments = asked.get("arguments") if isinstance(asked, dict) else MISSING
+        if arguments is MISSING or isinstance(arguments, str) and not is_json(arguments):
+            return f"has a call that is none of a function with arguments in JSON: {call}"[:160]
+    return None
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def is_list_of_tools(raw: bytes) -> bool:

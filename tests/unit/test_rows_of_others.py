@@ -122,7 +122,7 @@ def test_objects_of_a_table_have_no_fields_of_other_rows(tmp_path: Path, tokeniz
         "fg", tasks(path, prompt_type="messages", tools_key="tools"), strict=True
     ):
         assert task.tools == [{"name": name, "properties": {name: {"type": "number"}}}]
-        assert task.prompt[1] == called(name, **{name: 1})
+        assert task.prompt[1] == called(name, **{name: 1}) | {"content": ""}
     read = learned(tokenizer, path, tools_key="tools", chat_template=TOOLS)
     assert all("null" not in prompt for prompt, _ in read)
     assert '{"name": "g", "arguments": {"g": 1}}' in read[1][0]
@@ -233,10 +233,6 @@ def test_a_call_of_a_tool_needs_no_words(
     [
         ({"messages": [ASKED, called("f")]}, "the row has tool_calls, and the chat template shows"),
         ({"messages": [ASKED, said("4")], "tools": [{"name": "f"}]}, "the row has tools, and the"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "2"}]}, said("4")]},
-            "the chat template does not take these messages",
-        ),
     ],
 )
 def test_what_the_template_does_not_write_is_refused_with_its_row(
@@ -245,6 +241,67 @@ def test_what_the_template_does_not_write_is_refused_with_its_row(
     path = lines(tmp_path / "a.jsonl", row)
     with pytest.raises(ConfigError, match=rf"row 1 of .*a\.jsonl: {why}"):
         learned(tokenizer, path, tools_key="tools")
+
+
+def test_content_in_parts_is_one_text_and_arguments_in_json_are_an_object(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    """As OpenAI has both, and as what an agent sends is shown to the model."""
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}]
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    rows = [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call]}]
+    path = lines(tmp_path / "a.jsonl", {"messages": rows})
+    ((prompt, answer),) = learned(tokenizer, path, chat_template=TOOLS)
+    assert prompt == "<|user|>2+2=<|end|><|assistant|>"
+    assert answer == '[{"name": "f", "arguments": {"x": 1}}]<|end|>'
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ({"content": [{"type": "image", "image": "a.png"}]}, "content that is no text.*a.png"),
+        ({"content": 4}, "content that is no text: 4"),
+        ({"content": None}, 'needs "role" and "content" in each message'),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}, "arguments in JSON"),
+        ({"tool_calls": ["f"]}, "a call that is none of a function"),
+    ],
+)
+def test_messages_that_no_template_writes_are_refused(
+    tmp_path: Path, tokenizer: Any, message: dict[str, Any], why: str
+) -> None:
+    row = {"messages": [ASKED, {"role": "assistant", **message}]}
+    with pytest.raises(ConfigError, match=rf"messages_key: .*line 1: 'messages' .*{why}"):
+        learned(tokenizer, lines(tmp_path / "a.jsonl", row), chat_template=TOOLS)
+
+
+def test_an_empty_list_of_calls_is_none(tmp_path: Path, tokenizer: Any) -> None:
+    """Templates of Mistral ask whether there is a list."""
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+    template += "{% if m.tool_calls is defined %}[TOOL_CALLS]{% endif %}<|end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    path = lines(tmp_path / "a.jsonl", {"messages": [ASKED, said("4") | {"tool_calls": []}]})
+    ((_, answer),) = learned(tokenizer, path, chat_template=template)
+    assert answer == "4<|end|>"
+
+
+def test_a_workflow_that_reads_rows_itself_gets_them_as_they_are(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    config = TasksetConfig(
+        path=str(lines(tmp_path / "a.jsonl", {"prompt": prompt})), format=FormatConfig()
+    )
+    check_taskset(config, TASKS, prompt=False, answer=False)
+    assert next(Taskset(config, DEFAULTS)).prompt == prompt
+
+
+def test_a_thought_is_opened_once(tmp_path: Path, tokenizer: Any) -> None:
+    """Templates of R1 and QwQ open it in the prompt, and leave thoughts out of what was said."""
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    template += "{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    for words in ("<think>\nwell</think>4", "<think>well</think>4", "well</think>4"):
+        path = lines(tmp_path / "a.jsonl", {"messages": [ASKED, said(words)]})
+        ((prompt, answer),) = learned(tokenizer, path, chat_template=template)
+        assert prompt.endswith("<|assistant|><think>\n") and answer == "well</think>4<|end|>"
 
 
 def test_a_template_that_raises_is_refused_with_the_row(tmp_path: Path, tokenizer: Any) -> None:
