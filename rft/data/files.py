@@ -212,7 +212,7 @@ def load_rows(
 
 def check_rows(files: list[Path], needs: Needs, key: str) -> int:
     """Refuse the first row that cannot be used; returns the number of rows."""
-    count = 0
+    count, tools = 0, set(needs.tools.items())
     for file in files:
         if file.suffix == ".parquet":
             count += check_parquet(file, needs, key)
@@ -221,9 +221,14 @@ def check_rows(files: list[Path], needs: Needs, key: str) -> int:
         else:
             for where, row in json_rows(file, key):
                 check_row(row, where, needs, key)
+                tools -= {(name, column) for name, column in tools if encoded(row, column)}
                 count += 1
     if count == 0:
         raise ConfigError(f"{key}.path: no rows in {', '.join(map(str, files))}: the file is empty")
+    for name, column in tools if files[0].suffix not in TABLES else ():
+        raise ConfigError(
+            f"{key}.format.{name}: no row has a {column!r}: leave it out, or name the right column"
+        )
     return count
 
 
@@ -483,6 +488,9 @@ def check_schema(schema: Any, file: Path, needs: Needs, key: str) -> None:
     if needs.prompts and not there:
         refuse_prompt(needs.prompts, columns, str(file), key)
     there |= {n: c for n, c in needs.pairs.items() if c in columns}
+    for name, column in needs.tools.items():
+        if not {column, column.partition(".")[0]} & columns.keys():
+            refuse_column(name, column, columns, str(file), key)
     for name, column in (needs.columns | there).items():
         if column not in columns and column.partition(".")[0] in columns:
             continue  # inside another column: each value is looked at

@@ -239,8 +239,9 @@ def test_what_the_template_does_not_write_is_refused_with_its_row(
     tmp_path: Path, tokenizer: Any, row: dict[str, Any], why: str
 ) -> None:
     path = lines(tmp_path / "a.jsonl", row)
+    form = {"tools_key": "tools"} if "tools" in row else {}
     with pytest.raises(ConfigError, match=rf"row 1 of .*a\.jsonl: {why}"):
-        learned(tokenizer, path, tools_key="tools")
+        learned(tokenizer, path, **form)
 
 
 def test_content_in_parts_is_one_text_and_arguments_in_json_are_an_object(
@@ -272,6 +273,21 @@ def test_messages_that_no_template_writes_are_refused(
     row = {"messages": [ASKED, {"role": "assistant", **message}]}
     with pytest.raises(ConfigError, match=rf"messages_key: .*line 1: 'messages' .*{why}"):
         learned(tokenizer, lines(tmp_path / "a.jsonl", row), chat_template=TOOLS)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_column_of_tools_that_no_row_has_is_refused(
+    tmp_path: Path, tokenizer: Any, suffix: str
+) -> None:
+    """Else a wrong name would mean a model that is shown no tools."""
+    write = lines if suffix == ".jsonl" else parquet
+    path = write(
+        tmp_path / f"a{suffix}", {"messages": [ASKED, said("4")], "tools": [{"name": "f"}]}
+    )
+    with pytest.raises(ConfigError, match=r"format\.tools_key: .* (no 'tool'|has a 'tool')"):
+        learned(tokenizer, path, tools_key="tool", chat_template=TOOLS)
+    with pytest.raises(ConfigError, match=r"format\.tools_key: .* (no 'tool'|has a 'tool')"):
+        tasks(path, tools_key="tool")
 
 
 def test_an_empty_list_of_calls_is_none(tmp_path: Path, tokenizer: Any) -> None:
