@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rft.config import ConfigError, FormatConfig
 
 TABLES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}  # builders of `datasets`
@@ -50,8 +52,9 @@ def _as_written(kind: str, text: Collection[str]) -> dict[str, Any]:
 
 
 class TableRows(Sequence[dict[str, Any]]):
-    """The rows of a table, as a row of this format is meant. What a file says of how its columns
-    are shown (that bytes are a picture) is left aside.
+    """The rows of a table, as a row of this format is meant, and as a journal gives them back:
+    times and decimals are text. What a file says of how its columns are shown (that bytes are a
+    picture) is left aside.
     """
 
     def __init__(self, table: Any, config: FormatConfig) -> None:
@@ -62,9 +65,10 @@ class TableRows(Sequence[dict[str, Any]]):
         return len(self.table)
 
     def __getitem__(self, row: Any) -> Any:
+        (found,) = self.table[row].to_pylist()
         return {
             name: without_nulls(value) if name in self.objects else value
-            for name, value in self.table[row].to_pylist()[0].items()
+            for name, value in msgspec.to_builtins(found, builtin_types=(bytes,)).items()
         }
 
 

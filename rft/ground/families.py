@@ -54,7 +54,12 @@ SAID = {
     "routed_scaling_factor n_group topk_group",
 }
 OTHER_THETA = ("w123", "sinks")  # than 10000, where none is given
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = {  # with what each needs
+    "default": "",
+    "linear": "factor",
+    "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+    "yarn": "factor original_max_position_embeddings",
+}
 _BY_LENGTH = "its angles follow the longest sequence of a batch, which trainer and engine differ in"
 ROPE_REASONS = {"dynamic": _BY_LENGTH, "longrope": _BY_LENGTH}
 
@@ -214,8 +219,10 @@ def _refused(hf: dict[str, Any]) -> Iterator[str]:
     if (kind := rope["rope_type"]) not in ROPE_TYPES:
         known = f"known: {', '.join(ROPE_TYPES)}"
         yield f"rope_type {kind}, which is not supported ({ROPE_REASONS.get(kind, known)})"
-    if kind == "yarn":
-        yield from _yarn_refused(rope)
+    if absent := [name for name in ROPE_TYPES.get(kind, "").split() if not rope.get(name)]:
+        yield f"rope_type {kind} without {' and '.join(absent)}"
+    if kind == "yarn" and rope.get("attention_factor") is not None:
+        yield "rope_type yarn with an attention_factor: rft has the one that follows from factor"
     if "mla" in features:
         yield from _latent_refused(hf)
     if rotated_share(hf) != 1.0 and "partial" not in features:
@@ -273,14 +280,6 @@ def rotated_share(hf: dict[str, Any]) -> float:
     """Of a head's numbers, which part the rotary embedding turns."""
     usual = 0.5 if "partial" in features_of(hf) else 1.0
     return float(rope_of(hf).get("partial_rotary_factor", hf.get("partial_rotary_factor", usual)))
-
-
-def _yarn_refused(rope: dict[str, Any]) -> Iterator[str]:
-    needed = ("factor", "original_max_position_embeddings")
-    if absent := [name for name in needed if not rope.get(name)]:
-        yield f"rope_type yarn without {' and '.join(absent)}"
-    if rope.get("attention_factor") is not None:
-        yield "rope_type yarn with an attention_factor: rft has the one that follows from factor"
 
 
 def _latent_refused(hf: dict[str, Any]) -> Iterator[str]:

@@ -144,9 +144,11 @@ def data(said: str, in_pods: bool) -> dict[str, Any]:
         return {"taskset": taskset, "rows": []}
     if not path.exists() and NAME.fullmatch(said) and not path.suffix:
         return {"taskset": {"path": said}, "rows": []}  # rft doctor looks at its columns
+    from rft.config import FormatConfig
     from rft.data import files
 
-    found = files.load_rows(files.data_files(str(path), "train", None, "--data"), "--data")
+    chosen = files.data_files(str(path), "train", None, "--data")
+    found = files.load_rows(chosen, "--data", FormatConfig())
     if not len(found):
         raise ConfigError(f"--data {said}: has no rows")
     columns = [*found[0]]

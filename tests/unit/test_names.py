@@ -405,6 +405,12 @@ def test_published_models_have_as_many_parameters(
         (MISTRAL, {"rope_parameters": {"rope_type": "dynamic"}}, "longest sequence of a batch"),
         (MISTRAL, {"rope_parameters": {"rope_type": "longrope"}}, "longest sequence of a batch"),
         (MISTRAL, {"rope_parameters": {"rope_type": "yarn"}}, "without factor and original_max"),
+        (MISTRAL, {"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "without factor"),
+        (
+            MISTRAL,
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_type llama3 without low_freq_factor and high_freq_factor",
+        ),
         (MIXTRAL, {"num_experts_per_tok": 1}, "no router learns"),
         (QWEN2_MOE, {"decoder_sparse_step": 25}, "no layer that has them"),
         (QWEN2_MOE, {"use_sliding_window": True}, "sliding"),

@@ -2,6 +2,8 @@
 forms of TRL, calls of tools as OpenAI has them, columns inside columns.
 """
 
+import datetime
+import decimal
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from rft.config import (
 )
 from rft.data.files import data_files
 from rft.data.supervised import SupervisedRows, check_supervised
-from rft.data.taskset import TaskDefaults, Taskset, check_taskset, for_journal
+from rft.data.taskset import TaskDefaults, Taskset, check_taskset, for_journal, from_journal
 from rft.ground.experience import Task
 from rft.tools.toy import character_tokenizer
 
@@ -144,6 +146,20 @@ def test_pictures_beside_a_prompt_are_left_alone(tmp_path: Path) -> None:
     (task,) = tasks(tmp_path / "a.parquet", prompt_type="plaintext")
     assert task.raw["image"]["bytes"] == b"\x89PNG"
     assert for_journal(task)
+
+
+def test_a_row_is_the_same_before_and_after_a_resume(tmp_path: Path) -> None:
+    odd = {
+        "day": datetime.date(2020, 1, 1),
+        "at": datetime.datetime(2020, 1, 1, 12),
+        "price": decimal.Decimal("1.50"),
+        "data": b"\xff\x00",
+        "inside": [{"n": None, "took": datetime.timedelta(days=1)}],
+    }
+    path = parquet(tmp_path / "a.parquet", {"prompt": "q", "response": "1", **odd})
+    (task,) = tasks(path, prompt_type="plaintext")
+    assert from_journal(for_journal(task)) == task
+    assert (task.raw["price"], task.raw["data"]) == ("1.50", b"\xff\x00")
 
 
 # --- pairs ----------------------------------------------------------------------------------------
