@@ -29,6 +29,7 @@ from rft.ground.errors import unreadable
 SUFFIXES = (".jsonl", ".json", *TABLES)
 # what `datasets` leaves beside the data
 ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+CACHED = "cache-*.arrow"  # what was computed of it
 SPLITS = ("train", "test", "validation", "eval", "dev")
 ALSO = {"training": "train", "testing": "test", "val": "validation", "valid": "validation"}
 ALSO |= {"evaluation": "eval"}
@@ -154,7 +155,7 @@ def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path
         p
         for suffix in SUFFIXES
         for p in [*root.glob(f"*{suffix}"), *root.glob(f"*/*{suffix}")]
-        if p.name not in ABOUT
+        if p.name not in ABOUT and not p.match(CACHED)
     )
     named = [p for p in files if split_of(p.relative_to(root)) == ALSO.get(split, split)]
     unnamed = [p for p in files if split_of(p.relative_to(root)) is None and p.parent == root]

@@ -424,3 +424,16 @@ def test_a_validation_file_is_no_part_of_the_training_set(tmp_path: Path, name: 
         ("validation", [f"{name}.jsonl"]),
     ):
         assert [one.name for one in data_files(str(tmp_path), split, None, "key")] == found
+
+
+def test_what_datasets_keeps_beside_a_saved_set_is_no_part_of_it(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"prompt": str(number), "response": "1"} for number in range(8)]
+    made = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
+    made.save_to_disk(str(tmp_path / "set"))
+    loaded = datasets.load_from_disk(str(tmp_path / "set"))["train"]
+    loaded.map(lambda row: {"prompt": "another"})
+    assert list((tmp_path / "set" / "train").glob("cache-*.arrow"))
+    found = tasks(tmp_path / "set", prompt_type="plaintext")
+    assert [one.prompt for one in found] == [row["prompt"] for row in rows]
