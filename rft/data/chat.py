@@ -142,7 +142,7 @@ def _templated(tokenizer: Any, messages: list[dict[str, Any]], **args: Any) -> A
         return tokenizer.apply_chat_template(
             messages, **(getattr(tokenizer, "template_args", {}) | args)
         )
-    except (TemplateError, TypeError) as error:
+    except (TemplateError, TypeError, ValueError) as error:
         raise ConfigError(f"the chat template does not take these messages: {error}") from error
 
 
@@ -331,10 +331,12 @@ class Dialogues:
         following = next((n for n in answers_of(messages) if n > number), None)
         limit = len(text) if following is None else self._start(text, messages, following, tools)
         found = text.find(self._end_text, start, limit)
-        if found >= 0:
+        if found >= 0 and self._end_text not in str(messages[number]):
             return found + len(self._end_text), True
         after = chat_text(self.tokenizer, messages[: number + 1], self.template, False, tools=tools)
         stop = len(after) if text.startswith(after) else limit
+        if found >= 0:  # the words have that token too
+            return text.rindex(self._end_text, start, stop) + len(self._end_text), True
         return start + len(text[start:stop].rstrip()), False
 
     def _ids(self, text: str) -> list[int]:

@@ -19,6 +19,7 @@ from rft.config import (
     RowFormatConfig,
     TasksetConfig,
 )
+from rft.data.chat import Dialogues
 from rft.data.files import data_files
 from rft.data.supervised import SupervisedRows, check_supervised
 from rft.data.taskset import TaskDefaults, Taskset, check_taskset, for_journal, from_journal
@@ -304,6 +305,27 @@ def test_a_column_of_tools_that_no_row_has_is_refused(
         learned(tokenizer, path, tools_key="tool", chat_template=TOOLS)
     with pytest.raises(ConfigError, match=r"format\.tools_key: .* (no 'tool'|has a 'tool')"):
         tasks(path, tools_key="tool")
+
+
+def test_an_answer_that_has_the_end_of_a_turn_inside_is_learned_whole(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    words = "a<|end|>b"
+    path = lines(tmp_path / "a.jsonl", {"messages": [ASKED, said(words), ASKED, said(words)]})
+    ((_, answer),) = learned(tokenizer, path)
+    assert answer == f"{words}<|end|>"
+    ((_, answers),) = learned(tokenizer, path, enable_concatenated_multi_turn=True)
+    assert answers == f"{words}<|end|><|user|>2+2=<|end|><|assistant|>{words}<|end|>"
+    ids, spans = Dialogues(tokenizer).every_answer([ASKED, said(words), ASKED, said(words)])
+    assert [tokenizer.decode(ids[start:stop]) for start, stop in spans] == [f"{words}<|end|>"] * 2
+
+
+def test_a_dialogue_that_begins_with_the_assistant_is_refused_with_its_row(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    path = lines(tmp_path / "a.jsonl", {"messages": [said("4")]})
+    with pytest.raises(ConfigError, match=r"row 1 of .*a\.jsonl: .*empty conversation"):
+        learned(tokenizer, path)
 
 
 def test_an_empty_list_of_calls_is_none(tmp_path: Path, tokenizer: Any) -> None:
