@@ -12,8 +12,8 @@ from rft.algorithm import credit
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import AlgorithmConfig, ExperienceBufferConfig
-from rft.data.stateless import StatelessSource
 from rft.data.packing import Cost, Packed, Stacked
+from rft.data.stateless import StatelessSource
 from rft.ground.experience import Batch, Experience, encode
 from rft.trainer import feed as feeds
 from rft.trainer.feed import Feed
