@@ -46,9 +46,15 @@ def always_if_exported(contents: Any) -> Any:
 
 
 def only_longer(overrides: Any) -> bool:
-    """What changes no number: how long a sequence may be, which is checked here."""
-    inner = overrides.get("model_config", overrides) if isinstance(overrides, dict) else {}
-    return isinstance(inner, dict) and set(inner) == {"max_position_embeddings"}
+    """What changes no number: how long a sequence may be, which is checked here, and sections that
+    say nothing.
+    """
+    given = dict(overrides) if isinstance(overrides, dict) else {}
+    if given.get("moe_config") in ({}, {"freeze_moe_router": False}):
+        del given["moe_config"]
+    inner = given.get("model_config", given)
+    changed = set(inner) - {"max_position_embeddings"} if isinstance(inner, dict) else {inner}
+    return isinstance(overrides, dict) and not changed
 
 
 def in_joint(value: Any) -> Any:
@@ -119,6 +125,9 @@ def fsdp(prefix: str, row: str, offload_row: str) -> dict[str, ForeignKey]:
         ),
         f"{section}.entropy_from_logits_with_chunking": taken("", TILES),
         f"{section}.entropy_checkpointing": taken("", TILES),
+        f"{section}.entropy_from_logits_chunk_size": taken("", TILES),
+        f"{section}.pad_to_length": taken("", MEGATRON),
+        f"{section}.pad_to_length_bucket": taken("", MEGATRON),
         f"{section}.use_torch_compile": taken("", MEGATRON),
         f"{section}.seed": taken("", "set seed: it is the run's"),
         f"{section}.full_determinism": ForeignKey("", "set deterministic", only=(False,)),
@@ -326,6 +335,7 @@ KEYS |= {  # both take the microbatches of the policy, so one set of keys cuts f
         "N35",
         "the model is what its config.json says: edit that of model.critic_model_path",
         only=({},),
+        fits=only_longer,
     ),
     f"{_CRITIC}.model.external_lib": ForeignKey("N35", LINEAR),
     f"{_CRITIC}.model.enable_gradient_checkpointing": taken("N35", ROLE),
@@ -413,7 +423,11 @@ class Translation:
         if to is None:
             self._hint(name, value, CUT)
             return
-        self.values.setdefault(to, {})[name.removeprefix(f"{section}.")] = value
+        node = self.values.setdefault(to, {})
+        *inside, word = name.removeprefix(f"{section}.").split(".")
+        for one in inside:
+            node = node.setdefault(one, {})
+        node[word] = value
         self.said_by[to] = section
 
     def set(self, to: str, wanted: Any, name: str) -> None:

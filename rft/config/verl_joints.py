@@ -122,7 +122,7 @@ def advantages(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
 
 def policy_loss(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     name, low, high = f"{_A}.policy_loss.loss_mode", f"{_A}.clip_ratio_low", f"{_A}.clip_ratio_high"
-    kind = one_of(name, ask(name), LOSSES)
+    kind = "ppo" if ask(f"{_CORR}.bypass_mode") else one_of(name, ask(name), LOSSES)
     ratio = ask(f"{_A}.clip_ratio")
     if ratio != ask(low) and not {low, high} <= set(ask.given):
         raise ConfigError(
@@ -141,6 +141,13 @@ def policy_loss(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     yield "algorithm.policy_loss_fn_args", args
     mode = ask(f"{_A}.loss_agg_mode")
     yield "algorithm.loss_agg_mode", "seq-mean-token-mean" if kind in ("gspo", "sapo") else mode
+
+
+def bypassed_loss(ask: VerlKeys) -> Iterator[Note]:
+    name = f"{_A}.policy_loss.loss_mode"
+    if ask(f"{_CORR}.bypass_mode") and ask(name) not in (None, "vanilla", "bypass_mode"):
+        why = "in veRL bypass_mode has a loss of its own, PPO's, whatever loss_mode says"
+        yield Note(name, ask(name), "algorithm.policy_loss_fn=ppo", why)
 
 
 def kl_in_loss(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
@@ -173,20 +180,74 @@ def entropy(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
 
 
 def correction(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
-    section = _CORR
+    """Of a range `lower_upper` of `rollout_is_threshold` weights outside are 0, which is a mask
+    with the same range. Ranges of masks named k1 are of engine / policy, all others, and rft's, of
+    policy / engine.
+    """
+    weighed, kind = ask(f"{_CORR}.rollout_is"), ask(f"{_CORR}.rollout_rs")
     yield "algorithm.proximal_logprobs", not ask(f"{_CORR}.bypass_mode")
-    yield f"{section}.rollout_is", ask(f"{_CORR}.rollout_is") or "none"
-    if (limit := ask(f"{_CORR}.rollout_is_threshold")) is not None:
-        yield f"{section}.rollout_is_threshold", limit
-    kind, bounds = ask(f"{_CORR}.rollout_rs"), ask(f"{_CORR}.rollout_rs_threshold")
-    if not kind:
-        return
-    yield f"{section}.rollout_rs", one_of(f"{_CORR}.rollout_rs", kind, REJECTED)
-    low, _, high = str(bounds).rpartition("_")
-    if bounds is not None:
-        yield f"{section}.rollout_rs_threshold", high
-    if low:
-        yield f"{section}.rollout_rs_threshold_lower", low
+    low, high = span(f"{_CORR}.rollout_is_threshold", ask(f"{_CORR}.rollout_is_threshold"))
+    if ask(f"{_CORR}.bypass_mode"):
+        if kind:
+            raise ConfigError(
+                f"{_CORR}.rollout_rs={kind} with {_CORR}.bypass_mode=True is refused: what is left "
+                "out is judged once, before a step: set bypass_mode=False"
+            )
+        weighed = low = None
+    yield f"{_CORR}.rollout_is", weighed or "none"
+    if high is not None:
+        yield f"{_CORR}.rollout_is_threshold", high
+    if weighed and low is not None:
+        if kind:
+            raise ConfigError(
+                f"{_CORR}.rollout_is_threshold={ask(f'{_CORR}.rollout_is_threshold')} and "
+                f"{_CORR}.rollout_rs={kind} both leave tokens out: set only one range"
+            )
+        yield from masked(weighed, low, high)
+    elif kind:
+        bounds = f"{_CORR}.rollout_rs_threshold"
+        low, high = span(bounds, ask(bounds))
+        low = ask(f"{bounds}_lower") if low is None else low
+        if str(kind).endswith("_k1") and low is not None and high is not None:
+            low, high = 1 / high, 1 / float(low)
+        yield from masked(one_of(f"{_CORR}.rollout_rs", kind, REJECTED), low, high)
+
+
+def masked(unit: str, low: Any, high: Any) -> Iterator[tuple[str, Any]]:
+    for word, value in (("", unit), ("_threshold", high), ("_threshold_lower", low)):
+        if value is not None:
+            yield f"{_CORR}.rollout_rs{word}", value
+
+
+def span(name: str, value: Any) -> tuple[float | None, float | None]:
+    """(lower, upper) of a number, or of a text `lower_upper`."""
+    if value is None:
+        return None, None
+    try:
+        low, _, high = str(value).rpartition("_")
+        found = (float(low) if low else None, float(high))
+    except ValueError as error:
+        raise ConfigError(f"{name}={value}: give a number, or lower_upper, like 0.5_2.0") from error
+    if any(one is not None and one <= 0 for one in found):
+        raise ConfigError(f"{name}={value}: give numbers greater than 0")
+    return found
+
+
+def unweighed(ask: VerlKeys) -> Iterator[Note]:
+    weighed = ask(f"{_CORR}.rollout_is")
+    if weighed and ask(f"{_CORR}.bypass_mode"):
+        why = "in bypass_mode the loss's own ratio is to the engine, and veRL weighs nothing either"
+        yield Note(f"{_CORR}.rollout_is", weighed, "none", why)
+
+
+def lowest_rate(role: str, to: str) -> Callable[[VerlKeys], Iterator[tuple[str, Any]]]:
+    """Megatron's floor is a rate; rft's a share of the rate."""
+
+    def floor(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
+        if least := ask(f"{role}.optim.min_lr"):
+            yield f"{to}.min_lr_ratio", float(least) / float(ask(f"{role}.optim.lr"))
+
+    return floor
 
 
 def batches(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
@@ -196,6 +257,8 @@ def batches(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
         ask(f"{_R}.n"),
         ask(f"{_A}.ppo_mini_batch_size"),
     )
+    if not ask("algorithm.filter_groups.enable"):  # what veRL's loader draws is the batch
+        tasks = ask("data.gen_batch_size") or tasks
     yield "buffer.batch_size", tasks
     yield "algorithm.repeat_times", each
     own = ask("critic.ppo_mini_batch_size")
@@ -255,7 +318,8 @@ def lowered(ask: VerlKeys) -> Iterator[Note]:
 
 def logger(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     said = ask("trainer.logger")
-    named = [one for one in ([said] if isinstance(said, str) else said) if one != "console"]
+    every = [said] if isinstance(said, str) else said
+    named = [one for one in every if one not in ("console", "file")]
     if len(named) > 1 or not set(named) <= set(SERVICES):
         raise ConfigError(
             f"trainer.logger={said} is refused: the console and metrics.jsonl are always written, "
@@ -418,6 +482,7 @@ JOINTS = (
         f"{_A}.clip_ratio_c {_A}.tau_pos {_A}.tau_neg {_A}.loss_agg_mode",
         "algorithm.policy_loss_fn algorithm.policy_loss_fn_args algorithm.loss_agg_mode",
         policy_loss,
+        bypassed_loss,
     ),
     Joint(
         f"{_A}.use_kl_loss {_A}.kl_loss_coef {_A}.kl_loss_type",
@@ -437,12 +502,18 @@ JOINTS = (
     ),
     Joint(
         f"{_CORR}.bypass_mode {_CORR}.rollout_is {_CORR}.rollout_is_threshold {_CORR}.rollout_rs "
-        f"{_CORR}.rollout_rs_threshold",
+        f"{_CORR}.rollout_rs_threshold {_CORR}.rollout_rs_threshold_lower",
         "algorithm.proximal_logprobs algorithm.rollout_correction",
         correction,
+        unweighed,
+    ),
+    *(
+        Joint(f"{role}.optim.min_lr {role}.optim.lr", f"{to}.min_lr_ratio", lowest_rate(role, to))
+        for role, to in ((_A, "algorithm.optimizer"), ("critic", "critic.optim"))
     ),
     Joint(
-        f"data.train_batch_size {_R}.n {_A}.ppo_mini_batch_size critic.ppo_mini_batch_size",
+        f"data.train_batch_size data.gen_batch_size {_R}.n {_A}.ppo_mini_batch_size "
+        "critic.ppo_mini_batch_size algorithm.filter_groups.enable",
         "buffer.batch_size algorithm.repeat_times trainer.ppo_mini_batch_size",
         batches,
     ),

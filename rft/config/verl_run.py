@@ -9,8 +9,9 @@ no key is ignored, and each has one row.
 
 from typing import Any
 
+from rft.config import verl_newer
 from rft.config.foreign import UNSET, ForeignKey
-from rft.config.verl import CONTENTS, KEYS, ROLE, in_joint, taken
+from rft.config.verl import CONTENTS, KEYS, ROLE, TILES, in_joint, taken, unset_if_empty
 from rft.config.verl_joints import ENGINE, JOINTS, whole_path
 
 _A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -55,6 +56,22 @@ IMAGES = "only text is trained on; rows with images are refused"
 TURNS = "set buffer.explorer_input.default_workflow_type: docs/environments.md, docs/agents.md"
 LOADED = "engines get their weights from the trainer"
 OWN_CODE = "code of your own is a plug-in here: docs/plugins.md"
+WITHOUT_TURNS = "it says nothing without multi_turn.enable, which is refused"
+SET_BY_VERL = "veRL itself sets it: set trainer.total_training_steps"
+MUON = "of an optimizer that is refused by its name"
+MUON_WORDS = (
+    "muon_momentum",
+    "muon_nesterov",
+    "muon_split_qkv",
+    "muon_scale_mode",
+    "muon_coefficient_type",
+    "muon_num_ns_steps",
+    "muon_tp_mode",
+    "muon_fp32_matmul_prec",
+    "muon_extra_scale_factor",
+    "muon_scalar_optimizer",
+    "muon_match_adamw_update_rms",
+)
 
 RUN: dict[str, ForeignKey] = {
     # data
@@ -63,12 +80,13 @@ RUN: dict[str, ForeignKey] = {
         {
             **hints(
                 NOWHERE,
-                "val_batch_size gen_batch_size return_raw_input_ids return_raw_chat "
+                "val_batch_size return_raw_input_ids return_raw_chat "
                 "return_full_prompt return_multi_modal_inputs filter_overlong_prompts_workers "
                 "dataloader_num_workers validation_shuffle use_shm trust_remote_code "
                 "image_patch_size",
             ),
-            **hints(IMAGES, "image_key video_key"),
+            **hints(IMAGES, "image_key video_key audio_key"),
+            **usual(IMAGES, mm_processor_kwargs={}),
             **usual("cut the file: every row is used", train_max_samples=-1, val_max_samples=-1),
             **usual(
                 OWN_CODE,
@@ -81,6 +99,7 @@ RUN: dict[str, ForeignKey] = {
             ),
             "tokenizer": ForeignKey("", "the tokenizer is that of model.model_path"),
             "tool_config_path": ForeignKey("", TURNS),
+            "function_tool_path": ForeignKey("", TURNS),
             "apply_chat_template_kwargs": ForeignKey(
                 "",
                 "of these rft has enable_thinking: write others into model.chat_template_path",
@@ -104,7 +123,12 @@ RUN: dict[str, ForeignKey] = {
             "lora.merge": taken("", "set synchronizer.lora_sync"),
             **usual("an adapter is plain LoRA", lora__type="lora", lora__dropout=0.0),
             **hints(NOWHERE, "lora.lora_A_init_method lora.lora_B_init_method lora.dtype"),
+            **hints(NOWHERE, "lora.dropout_position lora.a2a_experimental"),
+            **hints(IMAGES, "lora.freeze_vision_model lora.freeze_vision_projection"),
+            "lora.freeze_language_model": taken("", "an adapter is trained, and nothing beside it"),
             "lora.target_modules": taken("", "all linear layers"),
+            "lora.exclude_modules": ForeignKey("", "all linear layers", only=([],)),
+            "lora.adapter_path": ForeignKey("", "an adapter starts new, or goes on by a resume"),
             **usual("there is no such head here", mtp__enable=False),
         },
     ),
@@ -124,9 +148,14 @@ RUN: dict[str, ForeignKey] = {
             **hints(
                 "they are of a loss that is refused by its name",
                 "policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub "
-                "policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef",
+                "policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef policy_loss.dro_beta",
             ),
-            **usual("experts are chosen anew", router_replay__mode="disabled"),
+            **hints(SET_BY_VERL, "optim.total_training_steps"),
+            **hints(NOWHERE, "optim.zero_indexed_step checkpoint.strict checkpoint.mbridge_config"),
+            **hints(TILES, "entropy_from_logits_chunk_size"),
+            **hints(MUON, f"optim.{' optim.'.join(MUON_WORDS)}"),
+            **hints(NOWHERE, "pad_to_length"),
+            "router_replay.mode": verl_newer.REPLAY,
             **hints(NOWHERE, "router_replay.record_file router_replay.replay_file"),
         },
     ),
@@ -137,6 +166,8 @@ RUN: dict[str, ForeignKey] = {
             **hints(NOWHERE, "router_replay.mode router_replay.record_file"),
             **hints(NOWHERE, "router_replay.replay_file"),
             "model.path": ForeignKey("", to="model.ref_model_path", convert=whole_path),
+            **hints(TILES, "entropy_from_logits_chunk_size"),
+            **hints(NOWHERE, "pad_to_length"),
         },
     ),
     # engines
@@ -198,7 +229,18 @@ RUN: dict[str, ForeignKey] = {
             ),
             **usual("set explorer.over_rollout.ratio", over_sample_rate=0),
             **usual("every step is sampled", skip_rollout=False),
-            **usual("experts are chosen anew", enable_rollout_routing_replay=False),
+            "seed": ForeignKey("", to=f"{ENGINE}.seed"),
+            **usual("set deterministic", full_determinism=False),
+            **usual("set cluster.* for engines with cards of their own", nnodes=0),
+            **hints("trainer.n_gpus_per_node says it", "n_gpus_per_node"),
+            **usual("an engine fills its cache itself", disaggregation__enabled=False),
+            **hints(NOWHERE, "moe_load_balance_metrics_interval qat"),
+            **hints(NOWHERE, "trace.project_name trace.experiment_name"),
+            **hints(LOADED, "checkpoint_engine.custom_backend_module"),
+            "multi_turn.function_tool_path": taken("", WITHOUT_TURNS),
+            "enable_rollout_routing_replay": ForeignKey(
+                "", to=f"{ENGINE}.enable_return_routed_experts", convert=unset_if_empty
+            ),
             "quantization": ForeignKey("", "engines have the trainer's weights as they are"),
             "agent.default_agent_loop": ForeignKey("", TURNS, only=("single_turn_agent",)),
             "agent.agent_loop_config_path": ForeignKey("", TURNS),
@@ -208,7 +250,7 @@ RUN: dict[str, ForeignKey] = {
             **inside(
                 "multi_turn",
                 hints(
-                    "it says nothing without multi_turn.enable, which is refused",
+                    WITHOUT_TURNS,
                     "max_assistant_turns tool_config_path max_user_turns max_parallel_calls "
                     "max_tool_response_length tool_response_truncate_side interaction_config_path "
                     "use_inference_chat_template tokenization_sanity_check_mode format "
@@ -228,6 +270,15 @@ RUN: dict[str, ForeignKey] = {
             **hints(NOWHERE, "model.tiled_mlp.enabled model.tiled_mlp.num_shards"),
             **usual("the critic is trained whole", model__lora_rank=0, model__lora__rank=0),
             **usual("the critic's loss is a mean over tokens", loss_agg_mode="token-mean"),
+            **hints(NOWHERE, "loss_scale_factor"),
+            **hints(SET_BY_VERL, "optim.total_training_steps"),
+            **hints(NOWHERE, "optim.zero_indexed_step checkpoint.strict checkpoint.mbridge_config"),
+            **hints(MUON, f"optim.{' optim.'.join(MUON_WORDS)}"),
+            **hints(TILES, "model.use_liger model.use_fused_kernels"),
+            **hints(TILES, "model.fused_kernel_options.impl_backend"),
+            **hints("it is read from model.critic_model_path", "model.hf_config_path"),
+            **hints(NOWHERE, "model.custom_chat_template model.exclude_modules"),
+            **hints(NOWHERE, "model.lora_adapter_path"),
         },
     ),
     # the algorithm
@@ -237,6 +288,7 @@ RUN: dict[str, ForeignKey] = {
             **usual("rows are not weighed again", use_pf_ppo=False),
             **hints(NOWHERE, "pf_ppo.reweight_method pf_ppo.weight_pow"),
             **hints("tasks are drawn until a step is full", "filter_groups.max_num_gen_batches"),
+            **hints(NOWHERE, "filter_groups.max_inflight_gen_batches"),
             **usual(
                 "set algorithm.policy_loss_fn",
                 rollout_correction__loss_type="ppo_clip",
@@ -271,7 +323,7 @@ RUN: dict[str, ForeignKey] = {
             ),
             **usual(OWN_CODE, reward_loop_source="register"),
             "reward_loop_module_path": ForeignKey("", OWN_CODE),
-            "reward_loop_class_name": ForeignKey("", OWN_CODE),
+            "reward_loop_class_name": ForeignKey("", OWN_CODE, only=("custom_reward_manager",)),
         },
     ),
     # the run
@@ -287,14 +339,25 @@ RUN: dict[str, ForeignKey] = {
             **hints("rollouts of every step are in samples.jsonl", "rollout_data_dir"),
             **hints("rollouts of every step are in samples.jsonl", "validation_data_dir"),
             **hints(NOWHERE, "esi_redundant_time ray_wait_register_center_timeout"),
-            **hints(NOWHERE, "use_legacy_worker_impl"),
+            **hints(NOWHERE, "use_legacy_worker_impl use_v1"),
+            **usual(
+                "set synchronizer.max_staleness: so many versions may rollouts be behind",
+                v1__trainer_mode="sync",
+            ),
             "checkpoint.save_contents": taken("", CONTENTS),
             "max_ckpt_to_keep": ForeignKey("", to="trainer.max_checkpoints_to_keep"),
         },
     ),
     "ray_kwargs.ray_init.num_cpus": ForeignKey("", to="cluster.ray_num_cpus"),
     "ray_kwargs.timeline_json_file": ForeignKey("", "set monitor.trace"),
-    "transfer_queue.enable": taken("", NOWHERE),
+    **usual(
+        "give algorithm.algorithm_type=on_policy_distill and model.teacher_model_path behind --",
+        distillation__enabled=False,
+    ),
+    **usual(
+        "every step is sampled",
+        **{f"skip__{one}__enable": False for one in ("rollout", "rollout_tq", "async_rollout")},
+    ),
 }
 FREE = {f"{_R}.engine_kwargs.vllm": f"{ENGINE}.engine_args"}
 SKIPPED = {  # sections in which every key is a hint
@@ -308,10 +371,24 @@ SKIPPED = {  # sections in which every key is a hint
     "critic.model.lora": "the critic is trained whole",
     f"{_R}.engine_kwargs.sglang": "engines are vLLM's",
     f"{_R}.engine_kwargs.trtllm": "engines are vLLM's",
+    f"{_R}.disaggregation": "an engine fills its cache itself",
+    "critic.model.mtp": "there is no such head here",
+    "ray_kwargs.ray_init": "Ray is started by rft: set variables in the shell",
+    "transfer_queue": NOWHERE,
+    "trainer.v1": "of a mode that is refused",
+    "distillation": "without distillation.enabled nothing is distilled",
+    "skip": "every step is sampled",
+    **verl_newer.skipped(),
 }
 OPEN = ("custom_reward_function.reward_kwargs",)  # read by a joint, of any name
 
-_OVER = ("trainer.resume_mode", "trainer.resume_from_path", f"{_A}.megatron.sequence_parallel")
+_OVER = (
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+    f"{_A}.megatron.sequence_parallel",
+    f"{_A}.optim.min_lr",
+    "critic.optim.min_lr",
+)
 EVERY: dict[str, ForeignKey] = {
     **KEYS,
     **{
@@ -321,6 +398,7 @@ EVERY: dict[str, ForeignKey] = {
         if name not in KEYS or name in _OVER
     },
     **RUN,
+    **verl_newer.rows(),
 }
 # veRL's defaults that are others than rft's, or that a joint reads
 DEFAULTS: dict[str, Any] = {

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rft import config as configs
-from rft.config import Config, ConfigError, get
+from rft.config import Config, ConfigError, get, verl_newer
 from rft.config.foreign import Note, leaves
 from rft.config.verl import Translation
 from rft.config.verl_joints import JOINTS, VerlKeys
@@ -37,6 +37,7 @@ TRAINERS = {  # its own configs, and what they set
     "dapo_trainer": DAPO,
     "dapo_megatron_trainer": MEGATRON | DAPO,
 }
+ENGINES = {"dp": {}, "megatron": MEGATRON}  # what the word model_engine= may be
 
 
 @dataclass
@@ -75,8 +76,9 @@ def read(words: list[str]) -> VerlRun:
     """What veRL's words mean."""
     run = VerlRun()
     tree, trainer = _tree(words, run)
-    given = dict(_resolved(tree, run))
-    defaults = DEFAULTS | TRAINERS[trainer]
+    by_name = verl_newer.listed(dict(_resolved(tree, run)))
+    given = by_name.given
+    defaults = DEFAULTS | trainer
     ask = VerlKeys({key: value for key, value in given.items() if value is not None}, defaults)
     theirs = {key: value for key, value in given.items() if not key.startswith(OPEN)}
     said = Translation(EVERY, free=FREE_OF_RUN, skipped=SKIPPED).take(_nested(theirs))
@@ -85,7 +87,7 @@ def read(words: list[str]) -> VerlRun:
     values = {to: value for to, value in filled.values.items() if to not in said.values}
     for to, value in values.items():
         run.taken += _left_out([filled.said_by[to]], {to: value}, defaults)
-    run.notes, run.said_by = said.notes, said.said_by
+    run.notes, run.said_by = [*said.notes, *by_name.notes], said.said_by
     for joint in JOINTS:
         reads = joint.reads.split()
         try:
@@ -99,12 +101,20 @@ def read(words: list[str]) -> VerlRun:
             key = joint.sets.split()[0]
             run.problems.append(Problem(key, _sentence(error, joint.reads)))
     run.problems += [one for one in said.problems if one not in run.problems]
+    _say_as_given(run, by_name)
     values |= said.values
     for to, value in values.items():
         _put(run.config, to.split("."), value)
     run.config, wrong = configs.examined(run.config)
     run.problems += wrong
     return run
+
+
+def _say_as_given(run: VerlRun, names: verl_newer.Listed) -> None:
+    """Sentences, and lines of a file, are of the names that were written."""
+    run.notes = [one._replace(place=names.as_given(one.place)) for one in run.notes]
+    run.problems = [one._replace(sentence=names.as_given(one.sentence)) for one in run.problems]
+    run.said_by = {to: names.called.get(name, name) for to, name in run.said_by.items()}
 
 
 FREE_OF_RUN = {**Translation({}).free, **FREE}
@@ -153,8 +163,10 @@ def files(words: list[str]) -> list[str]:
     return [word for word in words if "=" not in word and word.endswith((".yaml", ".yml"))]
 
 
-def _tree(words: list[str], run: VerlRun) -> tuple[DictConfig, str]:
-    """(what was given, nested, references unresolved; the trainer's config that it is for)."""
+def _tree(words: list[str], run: VerlRun) -> tuple[DictConfig, dict[str, Any]]:
+    """(what was given, nested, references unresolved; what the trainer's config that it is for
+    sets).
+    """
     tree: Any = OmegaConf.create({})
     trainer, words = _trainer(words, run)
     if not words:
@@ -167,25 +179,37 @@ def _tree(words: list[str], run: VerlRun) -> tuple[DictConfig, str]:
     return tree, trainer
 
 
-def _trainer(words: list[str], run: VerlRun) -> tuple[str, list[str]]:
-    """Hydra's flags, as veRL's scripts have them: which of its own configs is meant."""
-    name, rest, at = "ppo_trainer", list[str](), 0
+def _trainer(words: list[str], run: VerlRun) -> tuple[dict[str, Any], list[str]]:
+    """Hydra's flags, as veRL's scripts have them: what those of its own configs that are meant set;
+    and the other words.
+    """
+    sets, rest, at = dict[str, Any](), list[str](), 0
     while at < len(words):
         flag, is_whole, value = words[at].partition("=")
         at += 1
-        if not flag.startswith("--"):
+        if flag == "model_engine":
+            sets |= ENGINES.get(value, {})
+            if value not in ENGINES:
+                said = f"{flag}={value} is refused: the trainer is Megatron"
+                run.problems.append(Problem("", f"{said}; use one of {', '.join(ENGINES)}"))
+        elif not flag.startswith("--"):
             rest.append(words[at - 1])
-            continue
-        if not is_whole:
-            value, at = (words[at] if at < len(words) else ""), at + 1
-        known = value.strip("'\"").removesuffix(".yaml")
-        if flag == "--config-name" and known in TRAINERS:
-            name = known
-        elif flag not in ("--config-path", "--config-dir"):
-            said = f"{flag}={value} is refused: give the file itself: {FLAG} FILE.yaml key=value"
-            known_names = ", ".join(TRAINERS)
-            run.problems.append(Problem("", f"{said}; known by name are {known_names}"))
-    return name, rest
+        else:
+            if not is_whole:
+                value, at = (words[at] if at < len(words) else ""), at + 1
+            sets |= _flagged(flag, value, run)
+    return sets, rest
+
+
+def _flagged(flag: str, value: str, run: VerlRun) -> dict[str, Any]:
+    known = value.strip("'\"").removesuffix(".yaml")
+    if flag == "--config-name" and known in TRAINERS:
+        return TRAINERS[known]
+    if flag not in ("--config-path", "--config-dir"):
+        said = f"{flag}={value} is refused: give the file itself: {FLAG} FILE.yaml key=value"
+        known_names = ", ".join(TRAINERS)
+        run.problems.append(Problem("", f"{said}; known by name are {known_names}"))
+    return {}
 
 
 def _file(path: str, run: VerlRun) -> DictConfig:

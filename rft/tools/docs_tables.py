@@ -17,7 +17,7 @@ from typing import Any
 
 from rft.config import trinity as trinity_keys
 from rft.config import trinity_defaults as defaults
-from rft.config import trinity_flows, verl_run, verl_words
+from rft.config import trinity_flows, verl_newer, verl_run, verl_words
 from rft.config import verl as verl_keys
 from rft.config.foreign import UNSET, ForeignKey
 from rft.config.keys import Setting, tables
@@ -86,6 +86,8 @@ def verl_table() -> str:
     }
     sections |= {name: f"taken: {why}" for name, why in verl_run.SKIPPED.items()}
     lines += [f"| | `{name}.*` | {said} |" for name, said in sections.items()]
+    lines += ["", "| in newer versions of veRL | is as |", "| --- | --- |"]
+    lines += [f"| `{name}` | `{older}` |" for name, older in verl_newer.MOVED.items()]
     lines += ["", "| left out | veRL's default | is | rft's default |", "| --- | --- | --- | --- |"]
     for one in verl_words.read(["data.train_files=a", "data.val_files=b"]).taken:
         own = one.why.partition(": ")[2]

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 
 from rft import config as configs
-from rft.config import Config, ConfigError, choices, trinity, trinity_defaults, verl, verl_run
+from rft.config import (
+    Config,
+    ConfigError,
+    choices,
+    trinity,
+    trinity_defaults,
+    verl,
+    verl_newer,
+    verl_run,
+)
 from rft.config.foreign import UNSET
 from rft.config.keys import Setting, setting, shown, tables
 
@@ -52,7 +61,7 @@ def of_schema(one: Setting) -> str:
 
 def unknown(key: str) -> str:
     """The key that another system calls so, or those that are spelt alike."""
-    theirs = verl_run.EVERY.get(key)
+    theirs = verl_run.EVERY.get(verl_newer.name_of(key))
     if theirs is not None:
         return f"{key} is a key of veRL: {theirs.instead}"
     said = configs.unknown(key)

@@ -273,6 +273,138 @@ def test_everything_is_refused_in_one_start() -> None:
     assert len(read(*some).problems) >= len(some)
 
 
+CORR = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (  # k1 there is the engine's log-probability minus the policy's
+            ["rollout_rs=token_k1", "rollout_rs_threshold=0.5_4.0"],
+            {
+                "rollout_rs": "token",
+                "rollout_rs_threshold": 2.0,
+                "rollout_rs_threshold_lower": 0.25,
+            },
+        ),
+        (
+            ["rollout_rs=seq_mean_k1", "rollout_rs_threshold=1.25"],
+            {"rollout_rs": "geometric", "rollout_rs_threshold": 1.25},
+        ),
+        (  # older names are of policy / engine, as rft's
+            ["rollout_rs=token", "rollout_rs_threshold=4", "rollout_rs_threshold_lower=0.5"],
+            {"rollout_rs": "token", "rollout_rs_threshold": 4.0, "rollout_rs_threshold_lower": 0.5},
+        ),
+        (  # weights outside of a range are 0
+            ["rollout_is=token", "rollout_is_threshold=0.5_4.0"],
+            {
+                "rollout_is": "token",
+                "rollout_is_threshold": 4.0,
+                "rollout_rs": "token",
+                "rollout_rs_threshold": 4.0,
+                "rollout_rs_threshold_lower": 0.5,
+            },
+        ),
+        (["rollout_is=token", "bypass_mode=True"], {"rollout_is": "none"}),
+    ],
+)
+def test_a_range_of_veRL_is_the_same_range_here(words: list[str], expected: dict[str, Any]) -> None:
+    run = read(*(f"{CORR}.{word}" for word in words))
+    assert said(run) == ""
+    usual = {"rollout_is": "none", "rollout_is_threshold": 2.0}
+    assert value(run, CORR) == usual | expected
+
+
+def test_bypass_mode_has_the_loss_that_veRL_has_for_it() -> None:
+    given = [f"{A}.policy_loss.loss_mode=gspo", f"{CORR}.rollout_is=token"]
+    run = read(*given, f"{CORR}.bypass_mode=True")
+    assert value(run, "algorithm.policy_loss_fn") == "ppo"
+    assert value(run, "algorithm.proximal_logprobs") is False
+    told = [note.place for note in run.notes]
+    assert f"{A}.policy_loss.loss_mode" in told and f"{CORR}.rollout_is" in told
+
+
+def test_the_floor_of_a_rate_is_a_share_of_it() -> None:
+    run = read(f"{A}.optim.lr=4e-6", f"{A}.optim.min_lr=1e-6", "critic.optim.min_lr=1e-6")
+    assert said(run) == ""
+    assert value(run, "algorithm.optimizer.min_lr_ratio") == 0.25
+    assert value(run, "critic.optim.min_lr_ratio") == pytest.approx(0.1), "of veRL's own 1e-5"
+
+
+def test_how_many_prompts_a_step_has_is_what_the_loader_draws() -> None:
+    given = ["data.train_batch_size=512", "+data.gen_batch_size=1536", f"{R}.n=4"]
+    assert value(read(*given), "buffer.batch_size") == 1536
+    filtered = read(*given, "+algorithm.filter_groups.enable=True")
+    assert value(filtered, "buffer.batch_size") == 512, "until so many are kept"
+
+
+def test_steps_of_an_optimizer_are_veRL_s_own() -> None:
+    run = read(f"{A}.optim.total_training_steps=7", "critic.optim.total_training_steps=7")
+    assert said(run) == "" and "total_steps" not in run.config["trainer"]
+    assert "total_training_steps" in " ".join(note.place for note in run.notes)
+
+
+def test_replayed_experts() -> None:
+    there = f"{R}.enable_rollout_routing_replay=True"
+    for section in (A, f"{A}.megatron"):
+        run = read(f"{section}.router_replay.mode=R3", there)
+        assert said(run) == "" and value(run, "trainer.router_replay") is True
+        assert value(run, "explorer.rollout_model.enable_return_routed_experts") is True
+        off = read(f"{section}.router_replay.mode=disabled")
+        assert value(off, "trainer.router_replay") is False
+        assert "R3: set that" in said(read(f"{section}.router_replay.mode=R2"))
+
+
+def test_a_section_of_an_engine_s_argument_stays_one() -> None:
+    name = f"{R}.engine_kwargs.vllm.compilation_config"
+    run = read(f"+{name}.cudagraph_mode=FULL", f"+{name}.level=3")
+    found = value(run, "explorer.rollout_model.engine_args")
+    assert found == {"compilation_config": {"cudagraph_mode": "FULL", "level": 3}}
+
+
+NEWER = f"""
+model_engine=megatron {A}.megatron.tensor_model_parallel_size=2
+ray_kwargs.ray_init.runtime_env.py_executable=null ray_kwargs.ray_init.num_gpus=8
+reward.reward_manager.name=dapo +reward.reward_kwargs.overlong_buffer_cfg.enable=True
++reward.reward_kwargs.overlong_buffer_cfg.len=8 +reward.reward_kwargs.max_resp_len=64
++reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5 reward.num_workers=4
+reward.custom_reward_function.path=score.py reward.custom_reward_function.name=mine
+critic.fsdp.param_offload=True {A}.checkpoint.strict=False trainer.logger=['console','file']
+trainer.use_v1=True trainer.v1.trainer_mode=sync {A}.qat.enable=False distillation.enabled=False
+""".split()
+
+
+def test_newer_names_mean_what_older_ones_do() -> None:
+    run = read(*NEWER)
+    assert said(run) == ""
+    assert value(run, f"{SETS}.taskset.reward_fn_args") == {
+        "path": "score.py",
+        "function": "mine",
+        "overlong": 8,
+        "penalty_factor": 0.5,
+        "max_response_tokens": 64,
+    }
+    assert value(run, "trainer.megatron.sequence_parallel") is True, "model_engine=megatron"
+    assert value(run, "monitor.monitor_type") == "none"
+    told = " ".join(note.line for note in run.notes)
+    assert "critic.fsdp.param_offload=True" in told and "reward.num_workers=4" in told
+
+
+def test_a_newer_name_is_told_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("reward:\n  reward_model:\n    enable: true\n", encoding="utf-8")
+    _, problems = config_file.read_file([verl_words.FLAG, str(file)])
+    [told] = config_file.located(ConfigError(*(one.sentence for one in problems))).problems
+    assert told.startswith(f"{file}:3") and "reward.reward_model.enable=True is refused" in told
+    both = read("reward.reward_manager.name=naive", "reward_model.reward_manager=dapo")
+    [line] = [note.line for note in both.notes if note.place == "reward.reward_manager.name"]
+    assert "reward_model.reward_manager is given too" in line
+    [told] = read("model_engine=veomni", f"{A}.veomni.fsdp_size=8").problems
+    assert told.sentence.startswith("model_engine=veomni is refused")
+    [told] = read("distillation.enabled=True", "distillation.nnodes=1").problems
+    assert "on_policy_distill" in told.sentence
+
+
 def test_a_key_of_veRL_is_used_by_reference_and_taken_away(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
