@@ -248,12 +248,13 @@ class Flat:
         self._ends = {*configs.leaf_keys(), *configs.item_keys()}
         raw: Any = OmegaConf.to_container(self._loaded, resolve=False)
         asked_of_environments(raw)
+        typed = [word.partition("=")[2] for word in words if word.startswith(f"{TYPE}=")]
+        self._kind = typed[-1] if typed else None  # the algorithm of the command line, which wins
         self.is_theirs = self._vocabulary(raw.pop(DEFAULTS_KEY, None))
         self.marks.stages = [str(one.get("stage_name")) for one in _stages(raw)]
         self._beside = dict[str, Any]()  # keys of which only defaults are made
         found = self._translated(raw, Part({}))
-        typed = [word.partition("=")[2] for word in words if word.startswith(f"{TYPE}=")]
-        taken = fill(found, self._beside, *(typed[-1:] or [None]), theirs=self.is_theirs)
+        taken = fill(found, self._beside, self._kind, theirs=self.is_theirs)
         self.taken = [Note(*one) for one in taken]
         self.config, wrong = configs.examined(found)
         told = [(key, self.marks.at(self.marks.moved.get(key, key), said)) for key, said in wrong]
@@ -310,13 +311,23 @@ class Flat:
         here, why = self._renamed(name, value)
         if self.is_theirs and name in OTHERWISE:
             known = self._resolved(place, value, name)
-            other, why = OTHERWISE[name](known, self._loaded)
+            other, why = OTHERWISE[name](known, self._around(place))
             here = here if other == known else other
         if here is UNSET or here != value:
             said = "left out" if here is UNSET else str(here)
             self.notes.append(Note(place, value, said, why))
         if here is not UNSET:
             self._put(part, name, here, place)
+
+    def _around(self, place: str) -> DictConfig:
+        """The file as a key at `place` means it: in a stage its sections are those of the stage."""
+        raw: Any = OmegaConf.to_container(self._loaded, resolve=False)
+        section, _, rest = place.partition(".")
+        if section == "stages":
+            raw |= OmegaConf.select(self._loaded, f"{section}.{rest.partition('.')[0]}")
+        if self._kind:
+            raw["algorithm"] = {**(raw.get("algorithm") or {}), "algorithm_type": self._kind}
+        return OmegaConf.create(raw)
 
     def _renamed(self, name: str, value: Any) -> tuple[Any, str]:
         if not isinstance(value, str):

@@ -123,6 +123,26 @@ def leaves(
             yield name, value
 
 
+def put(node: dict[str, Any], place: list[str], value: Any) -> None:
+    """Set a value below `node`; a dictionary is merged into the one that is there."""
+    *sections, word = place
+    for section in sections:
+        node = node.setdefault(section, {})
+    if isinstance(value, dict) and isinstance(node.get(word), dict):
+        for name, inner in value.items():
+            put(node[word], [name], inner)
+    else:
+        node[word] = value
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """By words, of dotted names."""
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        put(tree, name.split("."), value)
+    return tree
+
+
 def is_empty_section(name: str, value: Any, keys: Iterable[str]) -> bool:
     """Whether `name` is a section of `keys` that sets nothing."""
     return value in (None, {}) and any(key.startswith(f"{name}.") for key in keys)

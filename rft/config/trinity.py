@@ -501,8 +501,9 @@ NOTHING |= {f"{BESIDE}.{word}": {"None", "none"} for word in ("custom_chat_templ
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {
     "mode": (("colocate",), "sharing GPUs is mode=both with cluster.colocate=true"),
     "algorithm.algorithm_type": (
-        ("grpo_verl",),
-        f"it is {YET}",
+        ("m2po",),
+        "set algorithm_type=grpo, and in rollout_correction rollout_rs=second_moment with "
+        "m2_threshold as rollout_rs_threshold",
     ),
     "algorithm.advantage_fn": (
         ("clipv",),

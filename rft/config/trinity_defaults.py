@@ -35,6 +35,11 @@ VERL_KEEPS = (
     "remove_previous_ckpt_in_save",
 )
 
+VERL_RECOMPUTES = (
+    "model.enable_gradient_checkpointing",
+    "actor.megatron.override_transformer_config.recompute_granularity",
+)
+
 Get = Callable[[str], Any]  # what the file says of a key, or None
 Found = tuple[str, Any, str, str]  # key, value there, rft's own default, why the file has it
 
@@ -43,7 +48,8 @@ Found = tuple[str, Any, str, str]  # key, value there, rft's own default, why th
 class Default:
     """`theirs`: as rft's key takes it, or a function of the file's keys, which may say UNSET;
     `ours`: what rft has instead, in words; `shown`: what `theirs` is in general, of a function;
-    `passes`: the argument of sampling that the model's section gives in its place.
+    `passes`: the argument of sampling that the model's section gives in its place; `section`: of a
+    stage, the one with which it is asked for, if not the key's own.
     """
 
     theirs: Any
@@ -51,6 +57,7 @@ class Default:
     why: str
     shown: str = ""
     passes: str = ""
+    section: str = ""
 
     def value(self, get: Get) -> Any:
         return self.theirs(get) if callable(self.theirs) else self.theirs
@@ -106,6 +113,23 @@ def _teacher(get: Get) -> Any:
     return models.pop(0).get("model_path", UNSET) if has_path else UNSET
 
 
+def _of_ring(get: Get) -> Any:
+    """Where other arguments are given, its class says what is left out, and not its defaults."""
+    args, kind = get("algorithm.policy_loss_fn_args"), get("algorithm.policy_loss_fn") or get(TYPE)
+    return 0.4 if kind == "rec" and args else UNSET
+
+
+def _recomputed(get: Get) -> Any:
+    said = (f"{there}{key}" for key in VERL_RECOMPUTES for there in ("actor_rollout_ref.", ""))
+    return UNSET if get("model.tinker.enable") else unless("full", *said)(get)
+
+
+def _half_of_pairs(get: Get) -> Any:
+    size = get("buffer.train_batch_size")
+    known = get(TYPE) == "dpo" and isinstance(size, int) and not size % 4
+    return size // 2 if known else UNSET
+
+
 def _serve_port(get: Get) -> Any:
     return 8010 if get("mode") == "serve" else UNSET
 
@@ -136,6 +160,15 @@ DEFAULTS: dict[str, Default] = {
         "clips are what the file says, and 0.2 without",
         "0.2 of dapo",
     ),
+    **{
+        f"algorithm.policy_loss_fn_args.epsilon_{side}_prime": Default(
+            _of_ring,
+            ours,
+            "of rec, where other arguments of it are given",
+            "0.4 of rec with arguments",
+        )
+        for side, ours in (("low", "0.6 of rec"), ("high", "2.0 of rec"))
+    },
     "algorithm.advantage_fn_args.std_threshold": Default(
         of_type({"dapo": None}),
         "0.0 of dapo",
@@ -194,6 +227,19 @@ DEFAULTS: dict[str, Default] = {
         "by the device: bf16 on a GPU",
         "engines and trainer compute in one type",
         "that of explorer.rollout_model.dtype",
+    ),
+    "trainer.recompute_granularity": Default(
+        _recomputed,
+        "null: all activations are kept",
+        "less memory, the same numbers",
+        "full",
+    ),
+    "trainer.ppo_mini_batch_size": Default(
+        _half_of_pairs,
+        "the whole batch",
+        "an update of dpo has half of a step's pairs",
+        "buffer.train_batch_size of dpo, in experiences",
+        section="buffer",
     ),
     "trainer.megatron.sequence_parallel": Default(
         _parallel, "false", "less memory, the same numbers", "true with tensor parallelism"
@@ -311,6 +357,34 @@ def _count(value: Any, file: Any) -> tuple[Any, str]:
     return (UNSET, "found at the start") if value == 0 else (value, "")
 
 
+def _experiences(value: Any, file: Any) -> tuple[Any, str]:
+    if value and isinstance(value, int) and _kind(file) == "dpo":
+        return 2 * value, "pairs there, and experiences here, two of each pair"
+    return _count(value, file)
+
+
+def _kind(file: Any) -> Any:
+    return OmegaConf.select(file, TYPE, default="ppo")
+
+
+def _with_kl(value: Any, file: Any) -> tuple[Any, str]:
+    needs = value == "none" and _kind(file) == "dpo"
+    return ("k2", "dpo has a KL term there, whatever is said") if needs else (value, "")
+
+
+def _arguments(value: Any, file: Any) -> tuple[Any, str]:
+    """With rft's names of arguments, and without those that say what is done anyway."""
+    if not isinstance(value, dict):
+        return value, ""
+    made = {
+        ARGUMENTS.get(name, name): given
+        for name, given in value.items()
+        if name not in IDLE and USUAL.get(name, UNSET) != given
+    }
+    changed = [name for name in value if name not in made]
+    return made, f"{', '.join(changed)} are called otherwise, or say what is done anyway"
+
+
 def _by_mode(value: Any, file: Any) -> tuple[Any, str]:
     apart = OmegaConf.select(file, "mode", default="both") in ("train", "explore", "bench", "serve")
     if _is_service(file) or (apart and str(value) in ("nccl", "online")):
@@ -343,6 +417,15 @@ def _nothing(value: Any, file: Any) -> tuple[Any, str]:
     return (UNSET, "an empty text is none") if value == "" else (value, "")
 
 
+# arguments of losses and advantages: rft's names; those that change no number; and those that are
+# taken with this value alone
+ARGUMENTS = {"enable_mask_clip": "enable_mask", "delta_sequence_masking": "delta"}
+IDLE = ("chunk_size",)
+USUAL = {
+    "step_reward_key": "step_reward",
+    "env_state_hash_key": "env_state_hash",
+    "temperature": 1.0,
+}
 # keys of one name that mean something else: the value, and the file, to what it is here
 OTHERWISE: dict[str, Callable[[Any, Any], tuple[Any, str]]] = {
     "explorer.max_timeout": _per_attempt,
@@ -350,7 +433,10 @@ OTHERWISE: dict[str, Callable[[Any, Any], tuple[Any, str]]] = {
     "algorithm.optimizer.lr_warmup_steps": _warmup,
     "cluster.gpu_per_node": _count,
     "cluster.node_num": _count,
-    "buffer.train_batch_size": _count,
+    "buffer.train_batch_size": _experiences,
+    "algorithm.kl_loss_fn": _with_kl,
+    "algorithm.policy_loss_fn_args": _arguments,
+    "algorithm.advantage_fn_args": _arguments,
     "model.critic_model_path": _nothing,
     "synchronizer.sync_method": _by_mode,
     "trainer.save_hf_checkpoint": _export,
@@ -408,7 +494,11 @@ def fill(
         anew = [name for name in ANEW if theirs and isinstance(stage.get(name), dict)]
         for name in anew:
             _begin_anew(stage[name], file.get(name) or {}, getattr(Config(), name))
-        table = {key: one for key, one in DEFAULTS.items() if key.partition(".")[0] in anew}
+        table = {
+            key: one
+            for key, one in DEFAULTS.items()
+            if (one.section or key.partition(".")[0]) in anew
+        }
         for key, *rest in _filled(File(stage, file, beside, kind), table, theirs):
             found.append((f"stages.{number}.{key}", *rest))  # type: ignore[arg-type]
     return found

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rft.config import Config, ConfigError, converted, get
-from rft.config.foreign import UNSET, ForeignKey, Note, is_empty_section, leaves
+from rft.config import Config, ConfigError, converted, get, verl_newer
+from rft.config.foreign import UNSET, ForeignKey, Note, is_empty_section, leaves, nested
 from rft.ground.errors import Problem, refuse_all
 
 BLOCK = "trainer.trainer_config"
@@ -373,7 +373,7 @@ FREE = {  # sections whose keys are another system's: where they go, None: as th
 class Translation:
     """What keys of veRL say: `values` by rft's keys, each with the key that said it (`said_by`);
     `hints`: the keys that change nothing here, by the reason; `problems`: one per key that cannot
-    be taken.
+    be taken; `called`: names that were given, of those that the tables call otherwise.
     """
 
     keys: Mapping[str, ForeignKey]
@@ -384,6 +384,7 @@ class Translation:
     said_by: dict[str, str] = field(default_factory=dict)
     hints: dict[str, list[str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    called: Mapping[str, str] = field(default_factory=dict)
 
     def take(self, node: dict[str, Any]) -> "Translation":
         for name, value in leaves(node, self.keys.__contains__):
@@ -410,7 +411,7 @@ class Translation:
         if value is None:
             return
         if not key.takes(value):
-            self._refuse(key.to, f"{self.prefix}{name}={value} is refused: {key.instead}")
+            self._refuse(key.to, f"{self.place(name)}={value} is refused: {key.instead}")
         elif key.to is not None:
             self.set(key.to, key.convert(value), name)
         if key.takes(value) and key.why and not (value in (False, "", {}) or key.is_usual(value)):
@@ -437,7 +438,7 @@ class Translation:
         if before != wanted:
             self._refuse(
                 to,
-                f"{self.prefix}{name}={wanted} contradicts {self.prefix}{self.said_by[to]}: both "
+                f"{self.place(name)}={wanted} contradicts {self.place(self.said_by[to])}: both "
                 f"are {to}, set only one",
             )
         self.values[to], self.said_by[to] = wanted, self.said_by.get(to, name)
@@ -452,7 +453,7 @@ class Translation:
         ]
 
     def _hint(self, name: str, value: Any, why: str) -> None:
-        self.hints.setdefault(why, []).append(f"{name}={value}")
+        self.hints.setdefault(why, []).append(f"{self.called.get(name, name)}={value}")
 
     def _refuse(self, key: str | None, sentence: str) -> None:
         self.problems.append(Problem(key or "", sentence))
@@ -460,7 +461,11 @@ class Translation:
     def _unknown(self, name: str) -> str:
         match = difflib.get_close_matches(name, self.keys, n=1, cutoff=0.6)
         hint = f"; did you mean `{self.prefix}{match[0]}`?" if match else "; see docs/verl.md"
-        return f"unknown key `{self.prefix}{name}`{hint}"
+        return f"unknown key `{self.place(name)}`{hint}"
+
+    def place(self, name: str) -> str:
+        """The key as it was written."""
+        return self.prefix + self.called.get(name, name)
 
 
 # of a block only: a command line says it together with others (`rft.config.verl_joints`)
@@ -472,7 +477,15 @@ IN_BLOCK = {
 
 
 def of_block(block: dict[str, Any] | None) -> Translation:
-    return Translation(KEYS | IN_BLOCK, f"{BLOCK}.").take(block or {})
+    """Sections may be named without actor_rollout_ref before them, as Trinity-RFT takes them."""
+    keys = KEYS | IN_BLOCK
+    is_end = {*keys, *map(_flat, keys)}.__contains__
+    found = verl_newer.listed(dict(leaves(block or {}, is_end)), verl_newer.OF_BLOCK)
+    return Translation(keys, f"{BLOCK}.", called=found.called).take(nested(found.given))
+
+
+def _flat(name: str) -> str:
+    return name.removeprefix("actor_rollout_ref.")
 
 
 def merge(config: Config) -> None:
@@ -483,7 +496,7 @@ def merge(config: Config) -> None:
     found, default = of_block(config.trainer.trainer_config), Config()
     problems = [problem.sentence for problem in found.problems]
     for to, wanted in found.values.items():
-        said, there = f"{BLOCK}.{found.said_by[to]}", get(config, to)
+        said, there = found.place(found.said_by[to]), get(config, to)
         try:
             wanted = converted(to, wanted)
         except ConfigError as error:

@@ -7,6 +7,7 @@ by both names the older one counts, as in veRL.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rft.config.foreign import ForeignKey, Note
@@ -27,6 +28,10 @@ MOVED = {  # a key, or a section: what the tables call it
     "reward_manager.module.path": "reward_model.reward_loop_module_path",
     "reward_manager.module.name": "reward_model.reward_loop_class_name",
     "sandbox_fusion": "reward_model.sandbox_fusion",
+    "critic.fsdp": "critic.model.fsdp_config",
+}
+OF_BLOCK = {  # of trainer.trainer_config
+    **{one: f"actor_rollout_ref.{one}" for one in ("model", "actor", "ref")},
     "critic.fsdp": "critic.model.fsdp_config",
 }
 # sections of each role, and what they say where they are off, which is the only way that is taken
@@ -122,11 +127,12 @@ class Listed(NamedTuple):
         return text
 
 
-def listed(given: dict[str, Any]) -> Listed:
+def listed(given: dict[str, Any], moved: Mapping[str, str] = MOVED) -> Listed:
     found = Listed({}, {}, [])
-    older = {name for name, value in given.items() if name == name_of(name) and value is not None}
+    names = {name: name_of(name, moved) for name in given}
+    older = {name for name, value in given.items() if name == names[name] and value is not None}
     for name, value in given.items():
-        known = name_of(name)
+        known = names[name]
         if known != name and known in older:
             if value is not None and value != given[known]:
                 found.notes.append(Note(name, value, "", f"{known} is given too, and wins in veRL"))
@@ -137,6 +143,6 @@ def listed(given: dict[str, Any]) -> Listed:
     return found
 
 
-def name_of(name: str) -> str:
-    section = next((one for one in MOVED if f"{name}.".startswith(f"{one}.")), None)
-    return name if section is None else MOVED[section] + name.removeprefix(section)
+def name_of(name: str, moved: Mapping[str, str] = MOVED) -> str:
+    section = next((one for one in moved if f"{name}.".startswith(f"{one}.")), None)
+    return name if section is None else moved[section] + name.removeprefix(section)

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rft import config as configs
 from rft.config import Config, ConfigError, get, verl_newer
-from rft.config.foreign import Note, leaves
+from rft.config.foreign import Note, leaves, nested, put
 from rft.config.verl import Translation
 from rft.config.verl_joints import JOINTS, VerlKeys
 from rft.config.verl_run import DEFAULTS, EVERY, FREE, OPEN, SKIPPED
@@ -81,9 +81,9 @@ def read(words: list[str]) -> VerlRun:
     defaults = DEFAULTS | trainer
     ask = VerlKeys({key: value for key, value in given.items() if value is not None}, defaults)
     theirs = {key: value for key, value in given.items() if not key.startswith(OPEN)}
-    said = Translation(EVERY, free=FREE_OF_RUN, skipped=SKIPPED).take(_nested(theirs))
+    said = Translation(EVERY, free=FREE_OF_RUN, skipped=SKIPPED).take(nested(theirs))
     left = {key: value for key, value in defaults.items() if key not in ask.given}
-    filled = Translation(EVERY).take(_nested(left))
+    filled = Translation(EVERY).take(nested(left))
     values = {to: value for to, value in filled.values.items() if to not in said.values}
     for to, value in values.items():
         run.taken += _left_out([filled.said_by[to]], {to: value}, defaults)
@@ -104,7 +104,7 @@ def read(words: list[str]) -> VerlRun:
     _say_as_given(run, by_name)
     values |= said.values
     for to, value in values.items():
-        _put(run.config, to.split("."), value)
+        put(run.config, to.split("."), value)
     run.config, wrong = configs.examined(run.config)
     run.problems += wrong
     return run
@@ -136,24 +136,6 @@ def _left_out(names: list[str], values: dict[str, Any], defaults: dict[str, Any]
         own = ", ".join(str(there[to]) for to in others)
         theirs = ", ".join(str(defaults[name]) for name in names)
         yield Note(", ".join(names), theirs, here, f"rft's default: {own}")
-
-
-def _put(node: dict[str, Any], place: list[str], value: Any) -> None:
-    *sections, word = place
-    for section in sections:
-        node = node.setdefault(section, {})
-    if isinstance(value, dict) and isinstance(node.get(word), dict):
-        for name, inner in value.items():
-            _put(node[word], [name], inner)
-    else:
-        node[word] = value
-
-
-def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, value in flat.items():
-        _put(tree, name.split("."), value)
-    return tree
 
 
 # --- the words ------------------------------------------------------------------------------------
@@ -250,9 +232,7 @@ def _resolved(tree: DictConfig, run: VerlRun) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of all that was given; a reference means a key of veRL's."""
     raw: Any = OmegaConf.to_container(tree, resolve=False)
     has_references = "${" in str(raw)
-    whole: Any = (
-        OmegaConf.merge(OmegaConf.create(_nested(DEFAULTS)), tree) if has_references else {}
-    )
+    whole: Any = OmegaConf.merge(OmegaConf.create(nested(DEFAULTS)), tree) if has_references else {}
     for name, value in leaves(raw, EVERY.__contains__):
         if "${" in str(value):
             try:

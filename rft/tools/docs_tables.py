@@ -122,6 +122,8 @@ def trinity_table() -> str:
     for name, values in renamed.items():
         for there, (here, why) in values.items():
             lines.append(f"| {name} | {shown(there)} | {shown(here)}{': ' + why if why else ''} |")
+    for there, here in defaults.ARGUMENTS.items():
+        lines.append(f"| an argument of a loss | {shown(there)} | {shown(here)} |")
     for name, (names, why) in trinity_keys.NAMES.items():
         lines.append(f"| `{name}` | {', '.join(map(shown, names))} | unless rft has it: {why} |")
     others = {k: v for k, v in trinity_flows.WITHOUT.items() if k not in trinity_flows.REFUSED}

@@ -21,6 +21,7 @@ from rft.agents.endpoint.chat_format import Asked, answer_message
 from rft.agents.endpoint.parsers import Parser
 from rft.config import Config, ConfigError, ModelConfig, RolloutModelConfig
 from rft.config import file as config_file
+from rft.config import verl as verl_keys
 from rft.config.file import Flat
 from rft.config.trinity_flows import REFUSED
 from rft.data.chat import load_tokenizer, render_messages, row_prompt
@@ -310,3 +311,108 @@ def test_a_step_counts_as_many_experiences_as_an_environment_may_make(
 ) -> None:
     task = a_task(workflow="environment", workflow_args=args, repeat_times=2)
     assert workflows.most(task) == most
+
+
+# --- what a class says where its defaults are not asked -------------------------------------------
+
+PAIRS = """
+  train_batch_size: 64
+  trainer_input: {experience_buffer: {storage_type: file, path: pairs.jsonl}}
+"""
+
+
+def meant(tmp_path: Path, text: str, *words: str) -> Flat:
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    found = Flat(str(tmp_path / "run.yaml"), words)
+    assert found.problems == []
+    return found
+
+
+def test_a_batch_of_pairs_is_counted_in_experiences(tmp_path: Path) -> None:
+    """A step has so many pairs there, and an update half of them."""
+    dpo = "algorithm: {algorithm_type: dpo}\n"
+    alone = meant(tmp_path, f"{dpo}buffer:{PAIRS}")
+    assert alone.config["buffer"]["train_batch_size"] == 128
+    assert alone.config["trainer"]["ppo_mini_batch_size"] == 64
+    assert any(one.place == "buffer.train_batch_size" for one in alone.notes)
+    stage = "".join(f"    {line}\n" for line in f"{dpo}buffer:{PAIRS}".splitlines())
+    text = f"buffer: {{train_batch_size: 32}}\nstages:\n  - stage_name: pairs\n{stage}"
+    staged = meant(tmp_path, text).config
+    [first] = staged["stages"]
+    assert first["buffer"]["train_batch_size"] == 128 and staged["buffer"]["train_batch_size"] == 32
+    assert first["trainer"] == {"ppo_mini_batch_size": 64}
+    assert "ppo_mini_batch_size" not in staged["trainer"]
+    typed = meant(tmp_path, f"buffer:{PAIRS}", "algorithm.algorithm_type=dpo").config
+    assert typed["buffer"]["train_batch_size"] == 128, "the command line's algorithm wins"
+    own = meant(tmp_path, f"defaults: rft\n{dpo}buffer:{PAIRS}").config
+    assert own["buffer"]["train_batch_size"] == 64 and "trainer" not in own
+
+
+def test_dpo_has_a_kl_term_whatever_is_said(tmp_path: Path) -> None:
+    text = "algorithm: {algorithm_type: %s, kl_loss_fn: none}\n"
+    assert meant(tmp_path, text % "dpo").config["algorithm"]["kl_loss_fn"] == "k2"
+    assert meant(tmp_path, text % "grpo").config["algorithm"]["kl_loss_fn"] == "none"
+
+
+def test_a_stage_s_own_mode_says_how_it_gets_weights(tmp_path: Path) -> None:
+    text = (
+        "stages:\n  - {stage_name: apart, mode: train, synchronizer: {sync_method: nccl}}\n"
+        "  - {stage_name: whole, synchronizer: {sync_method: nccl}}\n"
+    )
+    apart, whole = meant(tmp_path, text).config["stages"]
+    assert "sync_method" not in apart.get("synchronizer", {})
+    assert whole["synchronizer"]["sync_method"] == "nccl"
+
+
+def test_arguments_that_are_called_otherwise(tmp_path: Path) -> None:
+    def arguments(kind: str, name: str, given: dict[str, Any]) -> Any:
+        text = json.dumps({"algorithm": {"algorithm_type": kind, f"{name}_args": given}})
+        return meant(tmp_path, text).config["algorithm"][f"{name}_args"]
+
+    loss, advantage = "policy_loss_fn", "advantage_fn"
+    assert arguments("cispo", loss, {"enable_mask_clip": True}) == {"enable_mask": True}
+    assert arguments("ppo", loss, {"delta_sequence_masking": 0.2}) == {"delta": 0.2}
+    states = {"omega": 0.5, "step_reward_key": "step_reward"}
+    assert arguments("gigpo", advantage, states) == {"omega": 0.5}
+    assert arguments("jsd", advantage, {"temperature": 1.0, "chunk_size": 64}) == {}
+    assert arguments("jsd", advantage, {"temperature": 0.5}) == {"temperature": 0.5}, "refused"
+    primes = {"epsilon_low_prime": 0.4, "epsilon_high_prime": 0.4}
+    ring = {"clip_mode": "ring"}
+    assert arguments("rec", loss, ring) == ring | primes
+    assert arguments("rec", loss, ring | {"epsilon_low_prime": 0.6})["epsilon_low_prime"] == 0.6
+    usual = meant(tmp_path, "algorithm: {algorithm_type: rec}\n").config["algorithm"]
+    assert "policy_loss_fn_args" not in usual
+
+
+@pytest.mark.parametrize(
+    ("block", "there"),
+    [
+        ("{}", True),
+        ("{model: {enable_gradient_checkpointing: false}}", False),
+        ("{actor_rollout_ref: {model: {enable_gradient_checkpointing: false}}}", False),
+        (
+            "{actor: {megatron: {override_transformer_config: {recompute_granularity: full}}}}",
+            False,
+        ),
+    ],
+)
+def test_activations_are_computed_again_as_there(tmp_path: Path, block: str, there: bool) -> None:
+    found = meant(tmp_path, f"trainer: {{trainer_config: {block}}}\n")
+    assert (found.config["trainer"].get("recompute_granularity") == "full") is there
+
+
+def test_a_block_may_leave_the_first_section_out(tmp_path: Path) -> None:
+    """As files since 0.6 do."""
+    text = (
+        "trainer:\n  trainer_config:\n    actor: {optim: {weight_decay: 0.1}, strategy: fsdp2}\n"
+        "    critic: {fsdp: {param_offload: true}}\n    ref: {strategy: ddp}\n"
+    )
+    block = meant(tmp_path, text).config["trainer"]["trainer_config"]
+    found = verl_keys.of_block(block)
+    assert found.values == {"algorithm.optimizer.weight_decay": 0.1}
+    [told] = found.problems
+    assert told.sentence.startswith("trainer.trainer_config.ref.strategy=ddp is refused")
+    assert any("trainer_config.critic.fsdp.param_offload" in one.place for one in found.notes)
+    bad = {"actor": {"grad_clip": 0.5, "optim": {"clip_grad": 1.0}}}
+    [clash] = verl_keys.of_block(bad).problems
+    assert "trainer.trainer_config.actor.grad_clip" in clash.sentence
