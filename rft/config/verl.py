@@ -45,16 +45,21 @@ def always_if_exported(contents: Any) -> Any:
     return "always" if "hf_model" in contents else UNSET
 
 
+NO_DROPOUT = {"attention_dropout": 0, "embd_pdrop": 0, "resid_pdrop": 0, "hidden_dropout": 0}
+
+
 def only_longer(overrides: Any) -> bool:
-    """What changes no number: how long a sequence may be, which is checked here, and sections that
-    say nothing.
+    """What changes no number: how long a sequence may be, which is checked here, no dropout, and
+    sections that say nothing.
     """
     given = dict(overrides) if isinstance(overrides, dict) else {}
     if given.get("moe_config") in ({}, {"freeze_moe_router": False}):
         del given["moe_config"]
     inner = given.get("model_config", given)
-    changed = set(inner) - {"max_position_embeddings"} if isinstance(inner, dict) else {inner}
-    return isinstance(overrides, dict) and not changed
+    if not isinstance(overrides, dict) or not isinstance(inner, dict):
+        return False
+    left = {name for name, value in inner.items() if NO_DROPOUT.get(name, UNSET) != value}
+    return left <= {"max_position_embeddings"}
 
 
 def in_joint(value: Any) -> Any:

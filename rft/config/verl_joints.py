@@ -207,9 +207,10 @@ def correction(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     elif kind:
         bounds = f"{_CORR}.rollout_rs_threshold"
         low, high = span(bounds, ask(bounds))
-        low = ask(f"{bounds}_lower") if low is None else low
+        if low is None:
+            _, low = span(f"{bounds}_lower", ask(f"{bounds}_lower"))
         if str(kind).endswith("_k1") and low is not None and high is not None:
-            low, high = 1 / high, 1 / float(low)
+            low, high = 1 / high, 1 / low
         yield from masked(one_of(f"{_CORR}.rollout_rs", kind, REJECTED), low, high)
 
 
@@ -244,8 +245,9 @@ def lowest_rate(role: str, to: str) -> Callable[[VerlKeys], Iterator[tuple[str, 
     """Megatron's floor is a rate; rft's a share of the rate."""
 
     def floor(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
-        if least := ask(f"{role}.optim.min_lr"):
-            yield f"{to}.min_lr_ratio", float(least) / float(ask(f"{role}.optim.lr"))
+        least, rate = ask(f"{role}.optim.min_lr"), ask(f"{role}.optim.lr")
+        if least and float(rate):  # a rate of 0 is refused by its own key
+            yield f"{to}.min_lr_ratio", float(least) / float(rate)
 
     return floor
 
@@ -290,6 +292,9 @@ def machines(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     """
     cards, nodes = ask("trainer.n_gpus_per_node"), ask("trainer.nnodes")
     size, share = ask(f"{_R}.tensor_model_parallel_size"), ask(f"{_R}.gpu_memory_utilization")
+    for name, value in ((f"{_R}.tensor_model_parallel_size", size), ("trainer.nnodes", nodes)):
+        if value < 1:
+            raise ConfigError(f"{name}={value}: give 1 or more")
     yield "cluster.gpu_per_node", cards
     yield "cluster.node_num", nodes
     yield f"{ENGINE}.tensor_parallel_size", size

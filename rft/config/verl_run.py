@@ -126,7 +126,11 @@ RUN: dict[str, ForeignKey] = {
             **hints(NOWHERE, "lora.dropout_position lora.a2a_experimental"),
             **hints(IMAGES, "lora.freeze_vision_model lora.freeze_vision_projection"),
             "lora.freeze_language_model": taken("", "an adapter is trained, and nothing beside it"),
-            "lora.target_modules": taken("", "all linear layers"),
+            "lora.target_modules": ForeignKey(
+                "",
+                "all linear layers: name others in target_modules, as the model's files do",
+                only=(["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "all-linear"),
+            ),
             "lora.exclude_modules": ForeignKey("", "all linear layers", only=([],)),
             "lora.adapter_path": ForeignKey("", "an adapter starts new, or goes on by a resume"),
             **usual("there is no such head here", mtp__enable=False),
@@ -334,7 +338,9 @@ RUN: dict[str, ForeignKey] = {
             "test_freq": ForeignKey("", to="explorer.eval_interval", convert=zero_if_negative),
             "val_before_train": ForeignKey("", to="explorer.eval_on_startup"),
             "val_only": ForeignKey("", "set mode=bench on an export", only=(False,)),
-            "device": ForeignKey("", "set device", to="device", only=("cuda", "cpu")),
+            "device": ForeignKey(
+                "", "ranks and engines compute on GPUs or CPUs", to="device", only=("cuda", "cpu")
+            ),
             **hints("rollouts of every step are in samples.jsonl", "log_val_generations"),
             **hints("rollouts of every step are in samples.jsonl", "rollout_data_dir"),
             **hints("rollouts of every step are in samples.jsonl", "validation_data_dir"),

@@ -16,7 +16,7 @@ from rft.config.verl_joints import JOINTS
 from rft.tools import config as config_tool
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-SETS = "buffer.explorer_input"
+SETS, CORR = "buffer.explorer_input", "algorithm.rollout_correction"
 # keys as they stand in published scripts, with values of our own
 GRPO = f"""
 algorithm.adv_estimator=grpo data.train_batch_size=64 data.max_prompt_length=24
@@ -251,6 +251,12 @@ REFUSED = [  # a word, and what is said of it
     ("trainer.logger=[wandb,mlflow]", "one service"),
     ("trainer.resume_mode=resume_path", "set trainer.resume_from_path"),
     (f"{R}.tensor_model_parallel_size=3", "does not divide"),
+    (f"{R}.tensor_model_parallel_size=0", "give 1 or more"),
+    ("trainer.device=npu", "on GPUs or CPUs"),
+    (f"+{M}.lora.target_modules=[linear_qkv]", "name others in target_modules"),
+    (f"{CORR}.rollout_is_threshold=0_2", "greater than 0"),
+    (f"{CORR}.rollout_is_threshold=some", "like 0.5_2.0"),
+    (f"{M}.override_config.attention_dropout=0.1", "edit that of model.model_path"),
     ("trainer.nnodes=many", "of another type"),
     ("trainer.total_epochs=many", "give a whole number"),
     ("trainer.totl_epochs=3", "did you mean `trainer.total_epochs`"),
@@ -264,6 +270,7 @@ REFUSED = [  # a word, and what is said of it
 
 def test_everything_is_refused_in_one_start() -> None:
     words = [word for word, _ in REFUSED]
+    assert said(read(f"+{M}.override_config.attention_dropout=0.", "critic.optim.min_lr=0")) == ""
     alone = {word: said(read(word)) for word in words}
     alone[f"{A}.kl_loss_type=full"] = said(read(f"{A}.kl_loss_type=full", f"{A}.use_kl_loss=True"))
     assert [word for word, message in REFUSED if message not in alone[word]] == []
@@ -271,9 +278,6 @@ def test_everything_is_refused_in_one_start() -> None:
     apart = ("seed", "nnodes", "clip_ratio", "reward_manager", "logger", "adv_est", "resume")
     some = [word for word in words if any(part in word for part in apart)]
     assert len(read(*some).problems) >= len(some)
-
-
-CORR = "algorithm.rollout_correction"
 
 
 @pytest.mark.parametrize(
@@ -329,6 +333,7 @@ def test_the_floor_of_a_rate_is_a_share_of_it() -> None:
     assert said(run) == ""
     assert value(run, "algorithm.optimizer.min_lr_ratio") == 0.25
     assert value(run, "critic.optim.min_lr_ratio") == pytest.approx(0.1), "of veRL's own 1e-5"
+    assert said(read(f"{A}.optim.lr=0", f"{A}.optim.min_lr=1e-6")) != ""
 
 
 def test_how_many_prompts_a_step_has_is_what_the_loader_draws() -> None:
