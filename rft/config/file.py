@@ -326,7 +326,9 @@ class Flat:
         if section == "stages":
             raw |= OmegaConf.select(self._loaded, f"{section}.{rest.partition('.')[0]}")
         if self._kind:
-            raw["algorithm"] = {**(raw.get("algorithm") or {}), "algorithm_type": self._kind}
+            given = raw.get("algorithm")
+            sections = given if isinstance(given, dict) else {}
+            raw["algorithm"] = {**sections, "algorithm_type": self._kind}
         return OmegaConf.create(raw)
 
     def _renamed(self, name: str, value: Any) -> tuple[Any, str]:

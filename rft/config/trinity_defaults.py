@@ -67,7 +67,7 @@ def of_type(names: dict[str, Any], unless: str = "") -> Callable[[Get], Any]:
     """A default that only some algorithms have, unless another key is given."""
 
     def value(get: Get) -> Any:
-        kind = get(TYPE) or "ppo"
+        kind = str(get(TYPE) or "ppo")
         return UNSET if unless and get(unless) is not None else names.get(kind, UNSET)
 
     return value
@@ -488,7 +488,7 @@ def fill(
     `theirs`: without it nothing but what other keys of the file say.
     """
     found = list(_filled(File(file, {}, beside, kind), DEFAULTS, theirs))
-    for number, stage in enumerate(file.get("stages") or []):
+    for number, stage in enumerate(_list(file.get("stages"))):
         if not isinstance(stage, dict):
             continue
         anew = [name for name in ANEW if theirs and isinstance(stage.get(name), dict)]
@@ -531,11 +531,15 @@ def _items(part: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str
     there = {key: _at(part, key) for key in (TASKSET_KEY, TASKSETS, EVALUATIONS, ROWS, AUXILIARY)}
     named = [(TASKSET_KEY, there[TASKSET_KEY], SETS), (ROWS, there[ROWS], BUFFERS)]
     for key, kind in ((TASKSETS, SETS), (EVALUATIONS, EVALUATED)):
-        named += [(f"{key}.{number}", one, kind) for number, one in enumerate(there[key] or [])]
-    named += [
-        (f"{AUXILIARY}.{name}", one, BUFFERS) for name, one in (there[AUXILIARY] or {}).items()
-    ]
+        named += [(f"{key}.{number}", one, kind) for number, one in enumerate(_list(there[key]))]
+    beside = there[AUXILIARY] if isinstance(there[AUXILIARY], dict) else {}
+    named += [(f"{AUXILIARY}.{name}", one, BUFFERS) for name, one in beside.items()]
     yield from (one for one in named if isinstance(one[1], dict))
+
+
+def _list(found: Any) -> list[Any]:
+    """What is no list is refused by its type."""
+    return found if isinstance(found, list) else []
 
 
 def _set(node: Any, key: str, value: Any, default: Default) -> Iterator[Found]:

@@ -485,7 +485,8 @@ def of_block(block: dict[str, Any] | None) -> Translation:
     """Sections may be named without actor_rollout_ref before them, as Trinity-RFT takes them."""
     keys = KEYS | IN_BLOCK
     is_end = {*keys, *map(_flat, keys)}.__contains__
-    found = verl_newer.listed(dict(leaves(block or {}, is_end)), verl_newer.OF_BLOCK)
+    given = block if isinstance(block, dict) else {}  # what is none is refused by its type
+    found = verl_newer.listed(dict(leaves(given, is_end)), verl_newer.OF_BLOCK)
     return Translation(keys, f"{BLOCK}.", called=found.called).take(nested(found.given))
 
 

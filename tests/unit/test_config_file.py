@@ -283,6 +283,32 @@ monitor: {num_samples: -1}
     assert "did you mean `trainer.grad_clip`" in of_the_command
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "algorithm.algorithm_type",
+        f"{trinity_keys.TASKSET}s",
+        "buffer.explorer_input.eval_tasksets",
+        "buffer.trainer_input.auxiliary_buffers",
+        "stages",
+        "trainer.trainer_config",
+        "algorithm",
+    ],
+)
+@pytest.mark.parametrize("value", [7, True, [1], ["x"], [[]]], ids=str)
+def test_a_value_of_another_type_is_refused_in_a_sentence(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    """Of keys by which defaults of others are found."""
+    raw = OmegaConf.create({"explorer": {"max_timeout": 5}})
+    OmegaConf.update(raw, key, value, force_add=True)
+    file = written(tmp_path, OmegaConf.to_yaml(raw))
+    for words in ([], ["algorithm.algorithm_type=dpo"]):
+        found = Flat(file, words)
+        is_text = key == "algorithm.algorithm_type" and not isinstance(value, list)
+        assert is_text or any(key in one.sentence for one in found.problems)
+
+
 def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLAT_MODEL")
     with pytest.raises(ConfigError, match="FLAT_MODEL"):
