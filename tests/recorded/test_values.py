@@ -22,20 +22,67 @@ OF_OMEGACONF = re.compile(
     "is not a subclass|Incompatible value|Invalid (value|type) assigned"
 )
 NONSENSE = ("nan", "''")
-ELSE = {  # what is wrong first is said of another key now
+FILES = (
+    "buffer.explorer_input.taskset",
+    "buffer.trainer_input.experience_buffer",
+    "buffer.trainer_input.auxiliary_buffers.sft_dataset",
+)
+ELSE = {  # what is wrong first is said of another key now, or of what a user meant
     ("stages", "[{zz:1}]"),
     ("explorer.auxiliary_models[].model_path", "x"),  # its own, where it was the policy's
     ("+buffer.trainer_input.auxiliary_buffers", "{zz:1}"),
     ("buffer.trainer_input.auxiliary_buffers.sft_dataset.storage_type", "zz"),
+    ("buffer.trainer_input.auxiliary_buffers.sft_dataset.path", "null"),
+    ("buffer.explorer_input.default_workflow_type", "math_workflow"),  # Trinity-RFT's name
+    ("buffer.explorer_input.eval_tasksets[].rollout_args", "{zz:1}"),
+    ("buffer.explorer_input.eval_tasksets[].format", "{prompt_key:zz}"),
     *(("algorithm.kl_penalty_fn", name) for name in ("k1", "k2", "abs")),  # fewer are advised
 }
-MENDED = {  # were taken
-    ("buffer.explorer_input.taskset.rollout_args.temperature", "0"),  # and trained
-    # every response was left out, or none could be
-    *(
-        ("algorithm.rollout_correction.rollout_token_veto_threshold", ratio)
-        for ratio in ("2", "-1")
-    ),
+REWORDED = {
+    " (a local file or directory; rft downloads nothing)": "",
+    "the local directory of": "the directory, or hub name, of",
+}
+NAMES = re.compile(
+    r" (?:Known:|known are|use all-linear or some of) "
+)  # in any order, more or less
+MENDED = {  # what is decided otherwise since
+    "refused": {
+        ("buffer.explorer_input.taskset.rollout_args.temperature", "0"),  # was trained
+        # every response was left out, or none could be
+        *(
+            ("algorithm.rollout_correction.rollout_token_veto_threshold", ratio)
+            for ratio in ("2", "-1")
+        ),
+        ("+buffer.explorer_input.taskset.workflow_args", "{zz:1}"),  # none knows it
+        # of rows, which are messages then
+        *((f"{place}.format.prompt_type", value) for place in FILES for value in ("null", "''")),
+        # a store is tried out before the start
+        *(("trainer.checkpoint.storage", url) for url in ("file:///nowhere", "s3://a/b")),
+    },
+    "accepted": {
+        ("+buffer.trainer_input.auxiliary_buffers", "{}"),  # the recipe's own stay
+        # experiences of one update of several
+        *(("buffer.train_batch_size", count) for count in ("3", "'3'")),
+        # null is what the machine, or the row, says
+        *(
+            (f"{place}.format.{column}", value)
+            for place in FILES
+            for column in ("prompt_type", "prompt_key", "response_key")
+            for value in ("null", "''")
+        ),
+        *(
+            (key, "null")
+            for key in (
+                "cluster.colocate",
+                "explorer.runner_per_model",
+                "explorer.rollout_model.engine_num",
+                "explorer.rollout_model.max_num_seqs",
+                "explorer.rollout_model.enforce_eager",
+                "explorer.auxiliary_models[].name",
+                "trainer.dtype",
+            )
+        ),
+    },
 }
 
 
@@ -66,6 +113,7 @@ def test_what_rft_said_of_them_it_still_says(recipes: Path, start: int) -> None:
         if pair[0].verdict == "refused"
         and pair[0].value not in NONSENSE
         and (pair[0].key, pair[0].value) not in ELSE
+        and (pair[0].key, pair[0].value) not in MENDED.get(pair[1].verdict, ())
         and not OF_OMEGACONF.search(pair[0].text)
     ]
     assert [pair for pair in said if not still_said(*(row.text for row in pair))] == []
@@ -76,9 +124,11 @@ def still_said(then: str, now: str) -> bool:
     of more names) may be added or go.
     """
     then, now = (re.sub(r"(=-?\d+)\.0\b", r"\1", text) for text in (then, now))
-    then, _, names = then.partition(" Known: ")
+    for old, new in REWORDED.items():
+        then = then.replace(old, new)
+    then, *names = NAMES.split(then, maxsplit=1)
     return then.removesuffix(", or left out") in now and all(
-        name in now for name in names.rstrip(".").split(", ")
+        name in now for name in re.split("[,;] ", "".join(names).rstrip("."))
     )
 
 
@@ -91,7 +141,7 @@ def judged(start: int, root: Path) -> list[tuple[Row, Row]]:
 def same(then: Row, now: Row) -> bool:
     if then.verdict == "crashed":
         return now.verdict in ("crashed", "refused")
-    if (then.key, then.value) in MENDED and now.verdict == "refused":
+    if (then.key, then.value) in MENDED.get(now.verdict, ()):
         return True
     if then.verdict != now.verdict:
         return then.value in NONSENSE and (then.verdict, now.verdict) == ("accepted", "refused")
