@@ -42,7 +42,8 @@ REWORDED = {
     " (a local file or directory; rft downloads nothing)": "",
     "the local directory of": "the directory, or hub name, of",
 }
-NAMES = re.compile(
+# names behind it may be more, and in any order
+NAMES = re.compile(r" (?:Known:|known are|use all-linear or some of) ")
     r" (?:Known:|known are|use all-linear or some of) "
 )  # in any order, more or less
 MENDED = {  # what is decided otherwise since
