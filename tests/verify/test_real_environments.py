@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rft.rollout.environments import (
+    ADAPTERS,
     EnvironmentFailed,
     EnvironmentSettings,
     asked_once,
@@ -82,6 +83,10 @@ def test_frozen_lake_rewards_who_crosses_it(tmp_path: Path) -> None:
         task("gymnasium", **{**LAKE, "max_step_num": 2})
     )
     assert silent.metrics["environment/unread"] == 1.0
+    ((long,),) = World(lambda prompt, n: "9" * 5000, tmp_path, room=20_000).run(
+        task("gymnasium", **{**LAKE, "max_step_num": 1})
+    )
+    assert (long.reward_outcome, long.metrics["environment/unread"]) == ("ok", 1.0)
 
 
 def test_every_seed_has_a_lake_of_its_own(tmp_path: Path) -> None:
@@ -130,6 +135,38 @@ def test_procedural_tasks_are_scored_by_their_own_scorer(tmp_path: Path) -> None
     )
     assert wrong.reward < 0.5 and wrong.metrics["environment/tagged"] == 0.0
     assert "not registered" in refusal("reasoning_gym", env_id="nonsense")
+
+
+@pytest.mark.parametrize("env_id", ["countdown", "spiral_matrix", "simple_integration"])
+def test_an_answer_is_not_run_as_python(tmp_path: Path, env_id: str) -> None:
+    """The scorers of these evaluate what they are given."""
+    settings("reasoning_gym")
+    (row,) = asked_once(settings("reasoning_gym", env_id=env_id), "--rows", count=1, seed=7)
+    mark = tmp_path / "ran"
+    answers = [
+        row["response"],
+        f"__import__('pathlib').Path('{mark}').touch()",
+        f"[one for one in [open('{mark}', 'w')]]",
+        f"(lambda: open('{mark}', 'w'))()",
+        f"5! + open('{mark}', 'w')",
+    ]
+    said = iter(answers)
+    found = World(lambda prompt, n: next(said), tmp_path, room=20_000).run(
+        *[task("reasoning_gym", raw=row, env_id=env_id) for _ in answers]
+    )
+    told = sorted((made.metrics["environment/unread"], made.reward) for (made,) in found)
+    assert told[0] == (0.0, 1.0) and not mark.exists()
+    assert [unread for unread, reward in told[1:] if reward < 0.1] == [1.0] * 4
+
+
+def test_an_answer_that_a_scorer_cannot_read_is_wrong_and_fails_nothing(tmp_path: Path) -> None:
+    args = {"env_id": "prime_factorization"}
+    settings("reasoning_gym", **args)
+    ((made,),) = World(lambda prompt, n: "I do not know", tmp_path).run(
+        task("reasoning_gym", **args)
+    )
+    assert (made.reward, made.reward_outcome) == (0.0, "ok")
+    assert made.metrics["environment/unread"] == 1.0
 
 
 # verifiers
@@ -223,6 +260,33 @@ def test_a_game_of_textworld_is_won_by_its_own_commands(tmp_path: Path) -> None:
     assert made.reward_outcome == "ok" and 0.0 <= made.reward <= 1.0
     assert "You may: " in TOKENIZER.decode(made.tokens.tolist()) and made.metrics["turns"] >= 1
     assert "no game /no/game.z8" in refusal("textworld", env_id="/no/game.z8")
+
+
+COMMANDS = r"""
+import importlib.util, json, os, sys
+spec = importlib.util.spec_from_file_location("adapter", sys.argv[1])
+adapter = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(adapter)
+made = adapter.TextWorld(games="games")
+made.reset({"seed": 1, "raw": {}})
+found = [made.step(words)[3].get("unread", 0) for words in ("look\0", "\0look", "look. SAVE", "quit")]
+print(json.dumps([found, os.listdir(".")]))
+"""
+
+
+def test_a_command_of_textworld_reaches_its_game_alone(tmp_path: Path) -> None:
+    """A zero ended the interpreter's process, with all its games; it saved where it stood."""
+    python = settings("textworld").interpreter
+    adapter = str(ADAPTERS / "textworld_adapter.py")
+    ran = subprocess.run(
+        [python, "-c", COMMANDS, adapter],
+        capture_output=True,
+        check=True,
+        cwd=tmp_path,
+        env={"HOME": str(tmp_path)},
+        timeout=100,
+    )
+    assert json.loads(ran.stdout) == [[0, 0, 1, 1], ["games"]]
 
 
 # ScienceWorld

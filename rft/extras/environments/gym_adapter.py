@@ -21,6 +21,7 @@ ACTIONS = {  # by the name before its version, in the order of their numbers
 HERE = re.compile(r"\x1b\[4\dm(.)\x1b\[0m")  # where the player is: a colour behind the letter
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 TAGGED = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+NUMBER = re.compile(r"[0-9]{1,9}")
 PLAYER = "P"
 LAKES = 1000  # maps that are tried
 
@@ -121,7 +122,8 @@ class Gymnasium:
         for word in reversed(words):
             if word in self.actions:
                 return self.actions[word]
-            if word.isdigit() and int(word) in self.actions.values():
+            # what int() reads of other digits, or of thousands, is no number of an action
+            if NUMBER.fullmatch(word) and int(word) in self.actions.values():
                 return int(word)
         first = {name[0]: number for name, number in self.actions.items()}
         if len(words) == 1 and len(words[0]) == 1 and len(first) == len(self.actions):

@@ -2,16 +2,25 @@
 
 In: a command. Out: what the game says; the reward is the share of its points that the command
 earned. A row's `game_file` (or `env_id`) names a game; else one is made of `env_args`: rooms,
-objects, quest_length, and kept in `games`, because to compile takes seconds.
+objects, quest_length, and kept in `games`, because to compile takes seconds. Invariant: a command changes nothing but its own
+game: what the interpreter, and not the game, would do (save, restore, quit, ...) is not asked.
 """
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import textworld
 
+# it reads C strings, so that it hangs or dies of a zero; other control characters mean nothing
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+OF_INTERPRETER = re.compile(
+    r"\b(save|restore|restart|quit|q|undo|verify|script|transcript|notranscript|noscript|unscript"
+    r"|recording|replay)\b",
+    re.IGNORECASE,
+)
 GAMES = Path(tempfile.gettempdir()) / f"rft-textworld-{os.getuid()}"
 
 
@@ -55,8 +64,15 @@ class TextWorld:
 
     def step(self, action: str) -> "tuple[str, float, bool, dict[str, float]]":
         before = self.state.score or 0
-        words = action.strip().splitlines()
-        self.state, _, done = self.env.step(words[-1] if words else "look")
+        words = CONTROL.sub(" ", (action.strip().splitlines() or ["look"])[-1])
+        if found := OF_INTERPRETER.search(words):
+            return (
+                self.shown(f"{found[0]} is no command of this game."),
+                0.0,
+                False,
+                {"unread": 1.0},
+            )
+        self.state, _, done = self.env.step(words)
         earned = (self.state.score or 0) - before
         if not self.state.max_score:  # games of PDDL only know whether they are won
             earned, most = float(bool(self.state.won)), 1.0
