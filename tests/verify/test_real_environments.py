@@ -269,8 +269,9 @@ adapter = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(adapter)
 made = adapter.TextWorld(games="games")
 made.reset({"seed": 1, "raw": {}})
-found = [made.step(words)[3].get("unread", 0) for words in ("look\0", "\0look", "look. SAVE", "quit")]
-print(json.dumps([found, os.listdir(".")]))
+commands = ("look\0", "\0look", "look. SAVE", "quit")
+found = [made.step(words)[3].get("unread", 0) for words in commands]
+print(json.dumps([found, [name for name in os.listdir(".") if os.path.isfile(name)]]))
 """
 
 
@@ -286,7 +287,7 @@ def test_a_command_of_textworld_reaches_its_game_alone(tmp_path: Path) -> None:
         env={"HOME": str(tmp_path)},
         timeout=100,
     )
-    assert json.loads(ran.stdout) == [[0, 0, 1, 1], ["games"]]
+    assert json.loads(ran.stdout.splitlines()[-1]) == [[0, 0, 1, 1], []]
 
 
 # ScienceWorld

@@ -2,8 +2,9 @@
 
 In: a command. Out: what the game says; the reward is the share of its points that the command
 earned. A row's `game_file` (or `env_id`) names a game; else one is made of `env_args`: rooms,
-objects, quest_length, and kept in `games`, because to compile takes seconds. Invariant: a command changes nothing but its own
-game: what the interpreter, and not the game, would do (save, restore, quit, ...) is not asked.
+objects, quest_length, and kept in `games`, because to compile takes seconds. Invariant: a command
+changes nothing but its own game: what the interpreter, and not the game, would do (save, restore,
+quit, ...) is not asked.
 """
 
 import os

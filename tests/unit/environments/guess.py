@@ -17,7 +17,7 @@ class Guess:
 
     def step(self, action):
         guess = action.strip()
-        if not guess.isdigit():
+        if not guess.isdecimal():
             return "that is no number", 0.0, False, {"unread": 1}
         if int(guess) == self.secret:
             return None, 1.0, True, {}
