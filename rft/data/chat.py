@@ -28,6 +28,7 @@ from rft.ground import hubs
 from rft.ground.experience import Task
 
 _ANSWER = "[[answer]]"  # stands for an assistant's words when the end of its turn is looked up
+HALF = re.compile("[\ud800-\udfff]")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Spans = list[tuple[int, int]]
 Messages = list[dict[str, Any]]
@@ -124,7 +125,7 @@ def chat_text(
             "no chat template: set model.chat_template_path or model.custom_chat_template, "
             "or use format.prompt_type=plaintext without one"
         )
-    return _templated(
+    text = _templated(
         tokenizer,
         messages,
         chat_template=chat_template,
@@ -132,6 +133,12 @@ def chat_text(
         tokenize=False,
         **template_args,
     )
+    return text_of(text)
+
+
+def text_of(given: str) -> str:
+    """As UTF-8 can have it: halves of characters, which JSON can escape, are replaced."""
+    return HALF.sub("\ufffd", given)
 
 
 def _templated(tokenizer: Any, messages: list[dict[str, Any]], **args: Any) -> Any:
@@ -178,7 +185,7 @@ def render_prompt(tokenizer: Any, task: Task, chat_template: str | None = None) 
         said = [{"role": "user", "content": task.prompt}]
         messages = said if isinstance(task.prompt, str) else task.prompt
         return render_messages(tokenizer, messages, chat_template, task.tools or None)
-    return list(tokenizer.encode(task.prompt))
+    return list(tokenizer.encode(text_of(task.prompt)))
 
 
 def render_follow_up(
@@ -192,7 +199,7 @@ def render_follow_up(
     if not (chat_template or tokenizer.chat_template):
         return list(
             tokenizer.encode(
-                "".join(f"\n{m['content']}\n" for m in messages), add_special_tokens=False
+                text_of("".join(f"\n{m['content']}\n" for m in messages)), add_special_tokens=False
             )
         )
     before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]

@@ -23,6 +23,8 @@ StopReason = Literal["stop", "length", "abort", "prompt_too_long"]
 PEERS = "peers"
 # a reward beyond it, either way, is a mistake or an attempt: one of them would rule its batch
 LARGEST_REWARD = 1e6
+# vLLM samples at the lowest where less is asked for, and refuses more than the highest
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 T = TypeVar("T")
 
 

@@ -16,6 +16,7 @@ from rft.config import TRAINING, Config, ExperienceBufferConfig, arguments, get,
 from rft.extras.pipeline.worker_process import EXPERIENCES, TASKS
 from rft.ground import redact
 from rft.ground.errors import problems_of
+from rft.ground.experience import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from rft.preflight.rules import SETS, Rule, Says, shown, tasksets
 from rft.preflight.rules_trainer import BUFFER, RECIPE, STRATEGY, STRATEGY_ARGS, TYPE
 from rft.rollout.environments import EnvironmentSettings
@@ -72,9 +73,11 @@ def _sampling(c: Config) -> Iterator[str]:
     longest = c.model.max_model_len
     for key, taskset, _ in tasksets(c):
         args, key = taskset.rollout_args, f"{key}.rollout_args"
-        if args.temperature is not None and args.temperature < 0:
+        warmth = args.temperature or 0.0
+        if warmth and not LOWEST_TEMPERATURE <= warmth <= HIGHEST_TEMPERATURE:
             yield (
-                f"{key}.temperature={args.temperature:g}: must be 0 (the likeliest token) or more"
+                f"{key}.temperature={warmth:g}: must be 0 (the likeliest token), or from "
+                f"{LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}, at which engines sample"
             )
         if not 0 < args.top_p <= 1:
             yield f"{key}.top_p={args.top_p:g}: a share above 0, at most 1; 1 takes every token"

@@ -26,7 +26,14 @@ import xxhash
 from rft.config import ExplorerConfig, ModelConfig
 from rft.data.chat import end_of_turn, load_tokenizer, render_follow_up, render_prompt
 from rft.ground.columns import Ids, behind
-from rft.ground.experience import Completion, Experience, GenerateRequest, Sampling, Task
+from rft.ground.experience import (
+    LOWEST_TEMPERATURE,
+    Completion,
+    Experience,
+    GenerateRequest,
+    Sampling,
+    Task,
+)
 from rft.rollout.answers import RunAnswers
 from rft.rollout.environments import Environments
 from rft.rollout.pool import EngineHandle, EnginePool
@@ -251,6 +258,10 @@ class WorkflowContext:
         have to fit the model. `run`: which run of the task asks, where several do at once; seeds of
         a deterministic run depend on that, not on time.
         """
+        if 0 < sampling.temperature < LOWEST_TEMPERATURE:  # what is sampled so is not recorded so
+            raise ValueError(
+                f"temperature={sampling.temperature:g}: give 0, or {LOWEST_TEMPERATURE:g} and more"
+            )
         limits = self.shared.limits
         prompt = np.asarray(prompt, dtype=np.int64).tolist()
         if (prompt_length or len(prompt)) > limits.max_prompt_tokens or len(

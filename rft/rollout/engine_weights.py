@@ -70,6 +70,10 @@ class EngineUnavailable(RuntimeError):
     """This engine does not serve; another one may."""
 
 
+class RequestRefused(ValueError):
+    """vLLM does not take what was asked for, whichever engine is asked."""
+
+
 class EngineDied(EngineUnavailable):
     """The engine's processes or its actor are gone; the message names the engine and the cause."""
 
@@ -89,7 +93,8 @@ def tells_its_death(
             kind = type(error)
             if kind.__module__.partition(".")[0] != "vllm":
                 raise
-            ours = EngineDied if kind.__name__ == "EngineDeadError" else RuntimeError
+            refused = RequestRefused if isinstance(error, ValueError) else RuntimeError
+            ours = EngineDied if kind.__name__ == "EngineDeadError" else refused
             what = f"{engine.name}, {method.__name__}: {first_line(error)}"
             raise ours(what) from error
 

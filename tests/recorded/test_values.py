@@ -44,8 +44,6 @@ REWORDED = {
 }
 # names behind it may be more, and in any order
 NAMES = re.compile(r" (?:Known:|known are|use all-linear or some of) ")
-    r" (?:Known:|known are|use all-linear or some of) "
-)  # in any order, more or less
 MENDED = {  # what is decided otherwise since
     "refused": {
         ("buffer.explorer_input.taskset.rollout_args.temperature", "0"),  # was trained

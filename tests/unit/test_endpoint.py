@@ -19,6 +19,7 @@ from openai.types.chat import completion_create_params as chat_params
 from rft.agents.endpoint import chat_format, connections, registry, replies, server
 from rft.agents.endpoint.server import OpenAIEndpoint
 from rft.ground.experience import Completion, Experience, Sampling, VersionSpan
+from rft.rollout.engine_weights import RequestRefused
 from rft.rollout.served import ServedGroup
 from rft.rollout.workflows import check
 from tests.unit.scripted import END, TOKEN, TOKENIZER, Kept, Pool, listening, policy
@@ -295,6 +296,8 @@ def test_lengths_stops_and_probabilities_are_openais(tmp_path: Path) -> None:
         for name in ("max_tokens", "max_completion_tokens"):
             await api.chat.completions.create(model="m", messages=[user("a")], **{name: 7})
             assert pool.asked[-1].sampling.max_tokens == 7
+        plain = await api.completions.create(model="m", prompt="other", max_tokens=5, logprobs=0)
+        assert plain.choices[0].logprobs.token_logprobs == pool.answered[-1].logprobs.tolist()
         text = await api.completions.create(model="m", prompt="once", max_tokens=5)
         assert text.choices[0].text == "aSTOPb" and pool.asked[-1].prompt == TOKENIZER.encode(
             "once"
@@ -391,6 +394,18 @@ def test_a_call_that_is_asked_for_is_one_of_the_tools(tmp_path: Path) -> None:
             "only text is served, images",
         ),
         ({"messages": [{"content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "list of parts"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "list of parts"),
+        ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "tool_calls is a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": "x"}]}]}, "function is"),
+        ({"extra_body": {"stream_options": True}}, "stream_options is an object"),
+        ({"extra_body": {"chat_template_kwargs": [1]}}, "chat_template_kwargs is an object"),
+        ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "has tokenize: give var"),
+        ({"extra_body": {"chat_template_kwargs": {"documents": 5}}}, "template does not take"),
+        ({"extra_body": {"tool_choice": {"function": "x"}}}, "function is an object"),
+        ({"tools": [{"type": "function", "name": "x"}]}, "each of tools is"),
+        ({"functions": [{"name": "x"}]}, "old name of tools"),
+        ({"temperature": 2.5}, "between 0 and 2"),
         ({"stop": [3]}, "stop"),
         ({"max_tokens": "many"}, "max_tokens"),
     ],
@@ -405,6 +420,118 @@ def test_what_cannot_be_served_is_refused_by_name(
                 **{"model": "m", "messages": [user("a")], "extra_body": {}, **more}
             )
         assert not pool.asked and endpoint.registry.counts["refused"] == 1
+
+    run(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400, 1.5])
+def test_a_count_is_a_number_that_counts(value: float) -> None:
+    with pytest.raises(chat_format.ApiError, match="max_tokens"):
+        chat_format.read({"prompt": "x", "max_tokens": value}, Sampling())
+
+
+def test_what_engines_do_not_sample_at_is_greedy(tmp_path: Path) -> None:
+    """vLLM samples at 0.01 where less is asked for: log-probabilities of another distribution than
+    the recorded temperature says.
+    """
+
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        session = endpoint.registry.open()
+        api = client(endpoint, session.id)
+        for asked, sampled in ((1e-6, 0.0), (0.009, 0.0), (0.01, 0.01), (2, 2.0)):
+            await api.chat.completions.create(model="m", messages=[user("a")], temperature=asked)
+            assert pool.asked[-1].sampling.temperature == sampled
+            made = session.experiences()[-1]
+            assert all(made.action_mask) == bool(sampled)
+            assert made.temperature == (sampled or 1.0)
+
+    run(scenario, tmp_path)
+
+
+def test_half_a_character_is_replaced(tmp_path: Path) -> None:
+    """As models write it in JSON, and agents send it back; no tokenizer takes it."""
+
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        key, url = endpoint.registry.key(endpoint.registry.open().id), endpoint.url
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        async with httpx.AsyncClient(headers=headers) as http:
+            body = '{"messages": [{"role": "user", "content": "a\\ud83d b"}], "model": "\\uDE00"}'
+            made = await http.post(f"{url}/v1/chat/completions", content=body)
+            assert (made.status_code, made.json()["model"]) == (200, "\ufffd")
+            body = '{"prompt": "a\\ud83d\\ude00\\ud83d"}'
+            assert (await http.post(f"{url}/v1/completions", content=body)).status_code == 200
+        assert [TOKENIZER.decode(one.prompt).count("<|pad|>") for one in pool.asked] == [1, 2]
+
+    run(scenario, tmp_path)
+
+
+# Mistral's own rules: ids of calls have nine letters, and who speaks alternates, but for tools.
+MISTRAL = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}"
+    "{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('must alternate') }}"
+    "{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}"
+    "{% for id in [m.tool_call_id or '123456789'] + (m.tool_calls or []) | map(attribute='id') "
+    "| list %}{% if id | length != 9 or not id.isalnum() %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+    "{% endif %}{% endfor %}"
+    "{{ m.role[0] }}:{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{% endfor %}<|end|>{% endfor %}"
+)
+
+
+def test_mistrals_templates_take_calls_and_their_results(tmp_path: Path) -> None:
+    """Also behind an answer that the client replaced: the template does not take the mark that
+    stands for the call before it, and the conversation is rendered anew.
+    """
+
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        session = endpoint.registry.open()
+        api, said = client(endpoint, session.id), [user("a")]
+        for _ in range(2):
+            made = await api.chat.completions.create(model="m", messages=said, tools=[WEATHER])
+            (call,) = made.choices[0].message.tool_calls
+            said += [
+                made.choices[0].message,
+                {"role": "tool", "tool_call_id": call.id, "content": "5"},
+            ]
+        assert len(session.lines) == 1
+        exact(session.experiences()[0], pool)
+        said += [assistant("five"), user("sure?")]
+        await api.chat.completions.create(model="m", messages=said, tools=[WEATHER])
+        assert len(session.lines) == 2 and endpoint.registry.counts["branches"] == 1
+
+    call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    run(scenario, tmp_path, lambda p, n: call, template=MISTRAL, context=2048)
+
+
+def test_what_an_engine_refuses_is_the_clients_mistake(tmp_path: Path) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        api = client(endpoint, endpoint.registry.open().id)
+
+        async def refuses(request: Any) -> Any:
+            raise RequestRefused("engine_0, generate: Grammar error: Invalid type: nonsense")
+
+        pool.generate = refuses  # type: ignore[method-assign]
+        ask = {"model": "m", "messages": [user("a")]}
+        with pytest.raises(openai.BadRequestError, match="Invalid type: nonsense"):
+            await api.chat.completions.create(**ask)
+        with pytest.raises(openai.APIError, match="Invalid type: nonsense") as told:
+            async for _ in await api.chat.completions.create(stream=True, **ask):
+                pass
+        assert told.value.type == "invalid_request_error"
+        assert endpoint.registry.counts["refused"] == 2
+        for ids in ([3, -1], [3, 91]):
+            with pytest.raises(openai.BadRequestError, match="prompt is a|no token 91"):
+                await api.completions.create(model="m", prompt=ids)
+
+    run(scenario, tmp_path)
+
+
+def test_a_model_is_described_by_any_name(tmp_path: Path) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        for name in ("policy", "org/gpt-4o"):
+            assert (await client(endpoint).models.retrieve(name)).id == name
 
     run(scenario, tmp_path)
 
@@ -777,9 +904,10 @@ class Noting(dict[str, Any]):
 VLLM = {"chat_template_kwargs", "guided_choice", "guided_json", "guided_regex", "min_p"}
 VLLM |= {"min_tokens", "repetition_penalty", "structured_outputs", "top_k"}
 CHAT_ONLY = {"max_completion_tokens", "messages", "response_format", "tool_choice", "tools"}
+CHAT_ONLY |= {"functions"}
 TEXT_ONLY = {"best_of", "echo", "prompt", "suffix"}
-# of OpenAI's, passed over: their service's own, other media, and two old names of tools
-PASSED_OVER = {"audio", "function_call", "functions", "metadata", "modalities", "moderation"}
+# of OpenAI's, passed over: their service's own, other media, and an old name of tool_choice
+PASSED_OVER = {"audio", "function_call", "metadata", "modalities", "moderation"}
 PASSED_OVER |= {"parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"}
 PASSED_OVER |= {"prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier"}
 PASSED_OVER |= {"store", "top_logprobs", "user", "verbosity", "web_search_options"}

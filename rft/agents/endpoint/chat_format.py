@@ -16,7 +16,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rft.ground.experience import Sampling
+import xxhash
+
+from rft.ground.experience import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Sampling
 
 # in the place of an answer, to find what a template writes behind it
 MARK = "rft-answer-stands-here"
@@ -39,6 +41,13 @@ REFUSED = {
     "min_p": 0,
 }
 MOST_CHOICES = 128
+# arguments of the tokenizer's call of a template, which are no variables of it
+NO_VARIABLES = {"messages", "conversation", "tools", "tokenizer", "chat_template", "tokenize"}
+NO_VARIABLES |= {"add_generation_prompt", "continue_final_message", "padding", "truncation"}
+NO_VARIABLES |= {"max_length", "return_tensors", "return_dict", "tokenizer_kwargs"}
+NO_VARIABLES |= {"return_assistant_tokens_mask"}
+PARTS = {"text", "input_text", "output_text", "refusal"}  # of a message's content
+CALL_ID = 9  # letters and digits: Mistral's templates take no other length
 
 
 class ApiError(ValueError):
@@ -86,7 +95,9 @@ def read(body: Any, defaults: Sampling) -> Asked:
                 f"{name} is not served: it changes what is sampled, and the recorded probabilities",
                 name,
             )
-    tools = [] if body.get("tool_choice") == "none" else _list(body, "tools")
+    if body.get("functions"):
+        raise ApiError("functions is the old name of tools: give tools", "functions")
+    tools = [] if body.get("tool_choice") == "none" else _tools(body)
     is_chat, n = "messages" in body, _number(body, "n", 1, int, 1, MOST_CHOICES)
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
@@ -102,13 +113,32 @@ def read(body: Any, defaults: Sampling) -> Asked:
         messages=[_message(one) for one in _list(body, "messages")] if is_chat else None,
         prompt=body.get("prompt", ""),
         tools=tools,
-        template_args=dict(body.get("chat_template_kwargs") or {}),
+        template_args=_template_args(body),
         n=int(n),
         stop=stop,
-        logprobs=body.get("logprobs") not in (None, False),
+        # 0 of /v1/completions: of the sampled tokens alone, as always here
+        logprobs=body.get("logprobs") is not None and body["logprobs"] is not False,
         stream=bool(body.get("stream")),
-        stream_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        stream_usage=bool(_object(body, "stream_options").get("include_usage")),
     )
+
+
+def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
+    found = _list(body, "tools")
+    functions = [one.get("function") for one in found]
+    if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
+        raise ApiError("each of tools is {type: function, function: {name: a text, ...}}", "tools")
+    return found
+
+
+def _template_args(body: dict[str, Any]) -> dict[str, Any]:
+    found = _object(body, "chat_template_kwargs")
+    if strange := sorted(NO_VARIABLES & set(found)):
+        raise ApiError(
+            f"chat_template_kwargs has {', '.join(strange)}: give variables of the chat template",
+            "chat_template_kwargs",
+        )
+    return found
 
 
 def _form(body: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +166,7 @@ def _calls(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
     functions = [one.get("function") or {} for one in tools]
     if isinstance(choice, dict):
-        name = (choice.get("function") or {}).get("name")
+        name = _object(choice, "function", "tool_choice").get("name")
         functions = [one for one in functions if one.get("name") == name]
         if not functions:
             raise ApiError(f"tool_choice names {name!r}, which is none of tools", "tool_choice")
@@ -174,7 +204,7 @@ def _sampling(body: dict[str, Any], defaults: Sampling, form: dict[str, Any]) ->
         "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     )
     return Sampling(
-        temperature=_number(body, "temperature", defaults.temperature, float, 0.0, 100.0),
+        temperature=_temperature(body, defaults),
         top_p=_number(body, "top_p", defaults.top_p, float, 1e-9, 1.0),
         top_k=int(_number(body, "top_k", defaults.top_k, int, -1, 2**31)),
         max_tokens=int(_number(body, most, 0, int, 1, 2**31)),
@@ -186,6 +216,12 @@ def _sampling(body: dict[str, Any], defaults: Sampling, form: dict[str, Any]) ->
     )
 
 
+def _temperature(body: dict[str, Any], defaults: Sampling) -> float:
+    """What is lower than engines sample at asks for the likeliest tokens."""
+    asked = _number(body, "temperature", defaults.temperature, float, 0.0, HIGHEST_TEMPERATURE)
+    return asked if asked >= LOWEST_TEMPERATURE else 0.0
+
+
 def _number(
     body: dict[str, Any], name: str, default: float, kind: type, low: float, high: float
 ) -> float:
@@ -195,7 +231,7 @@ def _number(
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or (kind is int and value != int(value))
+        or (kind is int and isinstance(value, float) and not value.is_integer())
     ):
         raise ApiError(f"{name} is a number, not {value!r}", name)
     if not low <= value <= high:
@@ -203,17 +239,25 @@ def _number(
     return kind(value)
 
 
-def _list(body: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def _object(body: dict[str, Any], name: str, param: str | None = None) -> dict[str, Any]:
+    found = body.get(name) or {}
+    if not isinstance(found, dict):
+        raise ApiError(f"{name} is an object, not {found!r:.100}", param or name)
+    return found
+
+
+def _list(body: dict[str, Any], name: str, param: str | None = None) -> list[dict[str, Any]]:
     found = body.get(name) or []
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise ApiError(f"{name} is a list of objects", name)
+        raise ApiError(f"{name} is a list of objects", param or name)
     if name == "messages" and not found:
         raise ApiError("messages is empty", name)
     return found
 
 
 def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt)
+    are = isinstance(prompt, list) and bool(prompt)
+    return are and all(type(one) is int and one >= 0 for one in prompt)
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
@@ -227,26 +271,27 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     made |= {
         key: given[key] for key in ("name", "tool_call_id", "reasoning_content") if given.get(key)
     }
-    if calls := given.get("tool_calls"):
+    if calls := _list(given, "tool_calls", "messages"):
         made["tool_calls"] = [_call(one) for one in calls]
     return made
 
 
 def _text(content: Any) -> str:
-    if isinstance(content, list):
-        kinds = {part.get("type") for part in content if isinstance(part, dict)}
-        if strange := kinds - {"text", "input_text", "output_text", "refusal"}:
-            raise ApiError(
-                f"a message's content has {sorted(map(str, strange))}: only text is served, images "
-                "and sound are not",
-                "messages",
-            )
-        return "".join(str(part.get("text") or part.get("refusal") or "") for part in content)
-    return "" if content is None else str(content)
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise ApiError("a message's content is a text, or a list of parts with text", "messages")
+    if strange := {str(part.get("type")) for part in content} - PARTS:
+        raise ApiError(
+            f"a message's content has {sorted(strange)}: only text is served, images and sound are "
+            "not",
+            "messages",
+        )
+    return "".join(str(part.get("text") or part.get("refusal") or "") for part in content)
 
 
 def _call(given: dict[str, Any]) -> dict[str, Any]:
-    function = given.get("function") or {}
+    function = _object(given, "function", "messages")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
@@ -292,10 +337,11 @@ class Parsed(NamedTuple):
 
 
 def answer_message(
-    text: str, has_tools: bool, call_prefix: str, parsed: Parsed | None = None
+    text: str, has_tools: bool, answer: str, parsed: Parsed | None = None
 ) -> dict[str, Any]:
-    """The assistant's message: what it says, and with tools what it calls. `parsed`: by a parser
-    that the config names, before the rules of this module.
+    """The assistant's message: what it says, and with tools what it calls, under ids that follow
+    from that of the `answer`. `parsed`: by a parser that the config names, before the rules of this
+    module.
     """
     said = parsed or Parsed(text, None, None)
     thoughts = {"reasoning_content": said.thoughts} if said.thoughts else {}
@@ -308,7 +354,7 @@ def answer_message(
         return {"role": "assistant", "content": said.words, **thoughts}
     made = [
         {
-            "id": f"{call_prefix}-{number}",
+            "id": xxhash.xxh3_64_hexdigest(f"{answer} {number}".encode())[:CALL_ID],
             "type": "function",
             "function": {"name": name, "arguments": json.dumps(arguments)},
         }

@@ -21,6 +21,7 @@ from rft.config import ConfigError
 from rft.data.chat import chat_text, end_of_turn
 from rft.ground.experience import Completion, GenerateRequest, Sampling
 from rft.rollout.answers import RunAnswers
+from rft.rollout.engine_weights import RequestRefused
 from rft.rollout.pool import EnginePool
 
 
@@ -49,28 +50,32 @@ class Model:
 
     def prompt(self, asked: Asked, place: Continuation | None) -> list[int]:
         """The ids to go on from. `place`: what they are of a conversation that is recorded."""
+        if isinstance(asked.prompt, list):
+            if (largest := max(asked.prompt)) >= len(self.tokenizer):
+                raise ApiError(f"the model has no token {largest}", "prompt")
+            return asked.prompt
         if asked.messages is None:
-            return (
-                asked.prompt
-                if isinstance(asked.prompt, list)
-                else list(self.tokenizer.encode(asked.prompt))
-            )
+            return list(self.tokenizer.encode(asked.prompt))
         try:
             if place is not None and (text := self._new(asked, place)) is not None:
                 known, new = place.tokens, self._ids(text)
                 # the end of the turn was sampled
                 return known + (new[1:] if new[:1] == known[-1:] else new)
             return self._ids(self._render(asked, asked.messages))
-        except (TemplateError, ConfigError) as error:
+        # templates are programs, which stumble over what they do not expect as any do
+        except (TemplateError, ConfigError, TypeError, ValueError) as error:
             raise ApiError(
                 f"the chat template does not take these messages: {error}", "messages"
             ) from error
 
     def _new(self, asked: Asked, place: Continuation) -> str | None:
-        """What the template writes behind the recorded answer."""
+        """What the template writes behind the recorded answer; None: it does not say so."""
         assert asked.messages is not None
         answer = len(place.line.calls[place.call].messages) - 1
-        return behind(lambda messages: self._render(asked, messages), asked.messages, answer)
+        try:
+            return behind(lambda messages: self._render(asked, messages), asked.messages, answer)
+        except TemplateError:  # it takes no other answer there, but perhaps the real one
+            return None
 
     def _render(self, asked: Asked, messages: list[dict[str, Any]]) -> str:
         tools = {"tools": asked.tools} if asked.tools else {}
@@ -103,9 +108,12 @@ class Model:
             stop_token_ids=[self.stop_token],
             stop=list(stop),
         )
-        if answers is not None:
-            return await answers.complete(request)
-        return await self.pool.generate(request)
+        try:
+            if answers is not None:
+                return await answers.complete(request)
+            return await self.pool.generate(request)
+        except RequestRefused as error:  # in Ray's envelope
+            raise ApiError(str(getattr(error, "cause", error))) from error
 
     async def say(self, request_id: str, messages: list[dict[str, Any]], sampling: Sampling) -> str:
         """The text of one answer to a conversation of its own.

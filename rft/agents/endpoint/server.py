@@ -19,6 +19,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -34,7 +35,8 @@ from rft.agents.endpoint.registry import OpenedSession, Registry
 from rft.agents.endpoint.replies import SampledChoice
 from rft.agents.endpoint.served_models import Model
 from rft.agents.endpoint.sessions import Continuation, Feedback
-from rft.ground.experience import LARGEST_REWARD, Completion, Sampling, is_reward
+from rft.data.chat import text_of
+from rft.ground.experience import LARGEST_REWARD, Completion, Sampling, encode, is_reward
 from rft.rollout.answers import RunAnswers
 from rft.rollout.context import Access, AgentSession
 
@@ -49,6 +51,7 @@ BODY_S = 60.0  # from a request's header to the last byte behind it
 # what they read and before it cancels them; then as long for groups that are being stored. The
 # explorer has a third of shutdown_grace_s in all.
 END_S = 1.0
+ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character, as JSON writes it
 SESSION = web.RequestKey("session", object)  # its name; None: any
 KEY = web.RequestKey("key", str)
 SCOPES = ("", "/s/{session}", "/m/{model}", "/s/{session}/m/{model}")
@@ -78,6 +81,7 @@ class OpenAIEndpoint:
             app.router.add_post(f"{scope}/v1/chat/completions", self._completions)
             app.router.add_post(f"{scope}/v1/completions", self._completions)
             app.router.add_get(f"{scope}/v1/models", self._models)
+            app.router.add_get(f"{scope}/v1/models/{{named:.+}}", self._described)
             for prefix in (scope, f"{scope}/v1"):
                 app.router.add_post(f"{prefix}/feedback", self._feedback)
                 app.router.add_post(f"{prefix}/commit", self._commit)
@@ -151,20 +155,21 @@ class OpenAIEndpoint:
                 request[SESSION], request[KEY] = self.registry.admit(key, named), key
                 known()
             return await handler(request)
-        except ApiError as refused:
-            self.registry.counts["refused"] += 1
-            return web.json_response(replies.error(refused), status=refused.status)
-        except web.HTTPException as error:
-            refused = ApiError(
-                f"{request.method} {request.path}: {error.reason}", status=error.status
-            )
-            return web.json_response(replies.error(refused), status=error.status)
         except Exception as error:
-            log.exception("%s %s", request.method, request.path)
-            refused = ApiError(
-                f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", status=500
-            )
-            return web.json_response(replies.error(refused), status=500)
+            refused = self._refusal(request, error)
+            return web.json_response(replies.error(refused), status=refused.status)
+
+    def _refusal(self, request: web.Request, error: Exception) -> ApiError:
+        """What a client is told."""
+        if isinstance(error, ApiError):
+            self.registry.counts["refused"] += 1
+            return error
+        what = f"{request.method} {request.path}"
+        if isinstance(error, web.HTTPException):
+            return ApiError(f"{what}: {error.reason}", status=error.status)
+        log.error("%s", what, exc_info=error)
+        told = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return ApiError(told, status=500)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await _json(request)
@@ -251,9 +256,7 @@ class OpenAIEndpoint:
     ) -> SampledChoice:
         text = chat_format.cut(model.text(made.ids), asked.stop)
         parsed = model.parsed(made.ids, asked)
-        message = chat_format.answer_message(
-            text, bool(asked.tools), id.replace("chatcmpl", "call"), parsed
-        )
+        message = chat_format.answer_message(text, bool(asked.tools), id, parsed)
         if model is self.policy:
             session, before = found.session, found.session.branches
             answer = chat_format.remembered(message) if asked.messages is not None else None
@@ -287,8 +290,7 @@ class OpenAIEndpoint:
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:  # the status is sent: the stream says it
-            log.exception("a stream broke")
-            told = replies.error(ApiError(f"{type(error).__name__}: {error}", status=500))
+            told = replies.error(self._refusal(request, error))
             await response.write(f"data: {json.dumps(told)}\n\n".encode())
         finally:
             task.cancel()
@@ -318,6 +320,10 @@ class OpenAIEndpoint:
             },
             info=_object(body, "info"),
         )
+        try:
+            encode(feedback.info)
+        except (OverflowError, RecursionError) as error:
+            raise ApiError(f"info cannot be stored: {error}", "info") from error
         if not feedback:
             raise ApiError("give reward, turn_rewards or token_rewards", "reward")
         task = body.get("task")
@@ -345,6 +351,12 @@ class OpenAIEndpoint:
         rows = [self.policy, *self.others.values()]
         listed = [replies.wire(replies.listed(m.name, m.max_model_len)) for m in rows]
         return web.json_response({"object": "list", "data": listed})
+
+    async def _described(self, request: web.Request) -> web.Response:
+        name = request.match_info["named"]
+        return web.json_response(
+            replies.wire(replies.listed(name, self._model(name).max_model_len))
+        )
 
     async def _health(self, _: web.Request) -> web.Response:
         absence = self.policy.pool.absence()
@@ -382,7 +394,19 @@ async def _json(request: web.Request) -> dict[str, Any]:
         raise ApiError(f"the body is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ApiError("the body is no JSON object")
-    return found
+    # models write such halves of characters in JSON, and agents send them back: no text has them
+    made: dict[str, Any] = _with_texts(found) if ESCAPED.search(data) else found
+    return made
+
+
+def _with_texts(value: Any) -> Any:
+    if isinstance(value, str):
+        return text_of(value)
+    if isinstance(value, list):
+        return [_with_texts(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {_with_texts(key): _with_texts(one) for key, one in value.items()}
 
 
 def _object(body: dict[str, Any], name: str) -> dict[str, Any]:

@@ -326,7 +326,8 @@ def locked(directory: str) -> int:
 def in_memory(text: str) -> int:
     found = os.memfd_create("given")
     with open(found, "wb", closefd=False) as file:
-        file.write(text.encode())
+        # half a character, as JSON can escape it, is the program's mistake
+        file.write(text.encode(errors="surrogatepass"))
     os.lseek(found, 0, os.SEEK_SET)
     return found
 
