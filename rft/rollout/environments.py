@@ -247,6 +247,10 @@ class Host:
         self.settings = settings
         self.episodes, self.retired, self.gone = 0, False, False
         self.drives = False  # it asks the model itself
+        self.alone = (
+            False  # one call at a time: the clock of a call runs when those before are over
+        )
+        self._turn = asyncio.Lock()
         self._child = Child(command=settings.command, environment=surroundings())
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -257,10 +261,15 @@ class Host:
         self._child.start()
         self._reading = asyncio.create_task(self._read())
         limit, setup = self.settings.start_timeout, self.settings.setup()
-        self.drives = bool((await self.ask("setup", limit, setup=setup))["drives"])
+        told = await self.ask("setup", limit, setup=setup)
+        self.drives, self.alone = told["drives"], told["alone"]
 
     async def ask(self, what: str, limit: float | None, **told: Any) -> Any:
         """Raises EnvironmentFailed."""
+        async with self._turn if self.alone and what != "drive" else contextlib.nullcontext():
+            return await self._asked(what, limit, **told)
+
+    async def _asked(self, what: str, limit: float | None, **told: Any) -> Any:
         if self.gone:
             raise EnvironmentFailed(f"{self.name}: its process is gone")
         number = next(self._numbers)
@@ -274,6 +283,8 @@ class Host:
                 return await answer
         except TimeoutError:
             self.retired = True
+            if self.alone:  # none of the others can go on
+                self._child.kill()
             key = {"setup": "start_timeout", "drive": "timeout"}.get(what, "step_timeout")
             raise HangingEnvironment(
                 f"{self.name}: {what} took longer than {limit:g} s (workflow_args.{key})"

@@ -145,6 +145,42 @@ def test_a_process_that_hangs_is_killed_and_its_other_episodes_finish(tmp_path: 
     assert len(pids) == 1 and not psutil.pid_exists(pids[0])
 
 
+class Silent:
+    """In the place of a process that says nothing by itself."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.killed = False
+
+    async def send(self, frame: bytes) -> None:
+        self.sent.append(json.loads(frame))
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_the_clock_of_a_call_runs_when_those_before_it_are_over() -> None:
+    """Of a class that takes one call at a time; where one hangs, the others are not waited for."""
+
+    async def scenario() -> None:
+        host = module.Host(EnvironmentSettings(environment=ODD))
+        host.alone, silent = True, Silent()
+        host._child = silent  # type: ignore[assignment]
+        first, second = (asyncio.create_task(host.ask("step", 100.0, n=n)) for n in range(2))
+        for n in range(2):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert [one["n"] for one in silent.sent] == list(range(n + 1))
+            host._waiting[silent.sent[-1]["id"]].set_result(n)
+            assert await (first, second)[n] == n
+        assert not silent.killed
+        with pytest.raises(module.HangingEnvironment):
+            await host.ask("step", 0.01)
+        assert silent.killed and host.retired
+
+    asyncio.run(scenario())
+
+
 def test_a_task_that_is_given_up_leaves_no_process_behind(tmp_path: Path) -> None:
     world = World(lambda prompt, n: "1", tmp_path)
     hangs = task(ODD, raw={"hang": 1}, env_args={"manner": "hangs", "notes": str(tmp_path)})

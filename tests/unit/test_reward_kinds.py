@@ -400,6 +400,15 @@ def test_a_wrong_program_fails_whatever_its_tests_look_like(statement: str) -> N
 
 
 @isolated
+def test_a_long_right_answer_is_right() -> None:
+    numbers = list(range(30_000))
+    words = json.dumps({"inputs": [""], "outputs": ["\n".join(map(str, numbers))]})
+    assert scored("code_tests", "for n in range(30_000): print(n)", words) == 1.0
+    calls = json.dumps({"fn_name": "f", "inputs": [[30_000]], "outputs": [numbers]})
+    assert scored("code_tests", "def f(n): return list(range(n))", calls) == 1.0
+
+
+@isolated
 def test_a_report_that_is_no_json_is_a_failed_test_and_no_error() -> None:
     program = "import json\nword, _ = json.loads(input())\nprint('\\n' + word + '{')\nexit()"
     assert scored("code_tests", program, CALLS) == 0.0

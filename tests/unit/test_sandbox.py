@@ -39,6 +39,9 @@ def test_a_program_gets_its_stdin_and_says_how_it_ended(isolate: bool) -> None:
     assert (failed.ending, failed.code, failed.out, failed.well) == ("exit", 3, "1\n", False)
     killed = run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", isolate=isolate)
     assert (killed.ending, killed.code) == ("signal", 11)
+    # half a character, as JSON of a model may have it
+    strange = run("print('\ud800')", isolate=isolate)
+    assert (strange.ending, strange.code) == ("exit", 1) and "SyntaxError" in strange.err
     long = "x = 1\n" * 100_000 + "print(x)"  # more than fits into an argument
     assert run(long, isolate=isolate).out == "1\n"
 

@@ -189,7 +189,9 @@ async def serve(descriptor: int) -> None:
         try:
             if asked["op"] == "setup":
                 worlds.append(World(asked["setup"]))
-                answer["ok"] = {"drives": bool(getattr(worlds[0].kind, "drives", False))}
+                answer["ok"] = {
+                    name: bool(getattr(worlds[0].kind, name, False)) for name in ("drives", "alone")
+                }
             else:
                 answer["ok"] = await worlds[0].answer(asked)
             body = json.dumps(answer, allow_nan=False)

@@ -113,6 +113,10 @@ async def _passes(program: str, test: dict[str, Any], limits: Limits) -> bool:
         limits = msgspec.structs.replace(limits, output=REPORTED)
         ran = await run(test["statement"].behind(program, word), "", limits)
         return ran.well and test["statement"].hold(_behind(word, ran.out))
+    # a right answer may be long, and spaced otherwise
+    limits = msgspec.structs.replace(
+        limits, output=limits.output + 2 * len(json.dumps(test["out"]))
+    )
     if test["name"]:
         asked = json.dumps([word, test["in"]])
         ran = await run(program + RETURNED.format(name=test["name"]), f"{asked}\n", limits)
