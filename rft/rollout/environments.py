@@ -247,9 +247,7 @@ class Host:
         self.settings = settings
         self.episodes, self.retired, self.gone = 0, False, False
         self.drives = False  # it asks the model itself
-        self.alone = (
-            False  # one call at a time: the clock of a call runs when those before are over
-        )
+        self.alone = False  # one call at a time; its clock runs when those before it are over
         self._turn = asyncio.Lock()
         self._child = Child(command=settings.command, environment=surroundings())
         self._numbers = itertools.count(1)

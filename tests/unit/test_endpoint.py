@@ -18,7 +18,7 @@ from openai.types.chat import completion_create_params as chat_params
 
 from rft.agents.endpoint import chat_format, connections, registry, replies, server
 from rft.agents.endpoint.server import OpenAIEndpoint
-from rft.ground.experience import Completion, Experience, Sampling, VersionSpan
+from rft.ground.experience import Completion, Experience, Sampling, VersionSpan, encode
 from rft.rollout.engine_weights import RequestRefused
 from rft.rollout.served import ServedGroup
 from rft.rollout.workflows import check
@@ -188,6 +188,41 @@ def test_several_choices_and_two_requests_at_a_time_are_trained_once_each(tmp_pa
         assert trained == sum(len(one.tokens) for one in pool.answered)
 
     run(scenario, tmp_path, lambda p, n: str(n))
+
+
+def test_requests_at_a_time_have_seeds_of_their_own(tmp_path: Path) -> None:
+    """As those behind each other have: else votes on one question were one answer."""
+
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        session = endpoint.registry.open(sampling=Sampling(seed=7))
+        api = client(endpoint, session.id)
+        ask = {"model": "m", "messages": [user("a")]}
+        pool.gate.clear()
+        both = [asyncio.create_task(api.chat.completions.create(**ask)) for _ in range(2)]
+        while len(pool.asked) < 2:
+            await asyncio.sleep(0)
+        pool.gate.set()
+        await asyncio.gather(*both)
+        await api.chat.completions.create(**ask)
+        assert [one.sampling.seed for one in pool.asked] == [7, 8, 9]
+
+    run(scenario, tmp_path)
+
+
+def test_a_long_conversation_is_kept_once(tmp_path: Path) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        session = endpoint.registry.open()
+        api, said = client(endpoint, session.id), []
+        for text in ("a?", "b?", "c?"):
+            said.append(user(text))
+            made = await api.chat.completions.create(model="m", messages=said)
+            said.append(assistant(made.choices[0].message.content))
+        first, second, third = (call.messages for call in session.calls)
+        assert [len(one) for one in (first, second, third)] == [2, 4, 6]
+        for before, after in ((first, second), (second, third)):
+            assert all(a is b for a, b in zip(before, after, strict=False))
+
+    run(scenario, tmp_path)
 
 
 def test_one_answer_per_experience_where_that_is_wanted(tmp_path: Path) -> None:
@@ -526,6 +561,28 @@ def test_what_an_engine_refuses_is_the_clients_mistake(tmp_path: Path) -> None:
                 await api.completions.create(model="m", prompt=ids)
 
     run(scenario, tmp_path)
+
+
+def test_what_could_not_be_stored_with_a_reward_is_refused(tmp_path: Path) -> None:
+    """Else its group would be tried again for ever."""
+
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        api = client(endpoint, key=f"{TOKEN}:one")
+        await api.chat.completions.create(model="m", messages=[user("a")])
+        headers = {"Authorization": f"Bearer {TOKEN}:one", "Content-Type": "application/json"}
+        async with httpx.AsyncClient(headers=headers) as http:
+            told = [
+                (await http.post(f"{endpoint.url}/feedback", content=body)).status_code
+                for body in (
+                    '{"reward": 1, "info": {"n": 100000000000000000000000}}',
+                    '{"reward": 1, "info": {"half": "\\ud83d"}}',
+                )
+            ]
+        assert told == [400, 200] and endpoint.registry.counts["groups"] == 1
+        encode(next(iter(kept.groups.values())))
+
+    kept = Kept()
+    run(scenario, tmp_path, kept=kept)
 
 
 def test_a_model_is_described_by_any_name(tmp_path: Path) -> None:

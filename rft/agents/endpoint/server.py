@@ -230,9 +230,8 @@ class OpenAIEndpoint:
     ) -> list[SampledChoice]:
         sampling = asked.sampling
         if sampling.seed is not None:  # of the session: every call of it another one
-            sampling = msgspec.structs.replace(
-                sampling, seed=sampling.seed + len(found.session.calls)
-            )
+            before = len(found.session.calls) + found.under_way - 1
+            sampling = msgspec.structs.replace(sampling, seed=sampling.seed + before)
         made = await model.answer(
             *(f"{found.session.id}/{id}", prompt, sampling, asked.n, tuple(asked.stop)),
             answers=found.answers if model is self.policy else None,

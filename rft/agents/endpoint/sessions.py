@@ -183,7 +183,10 @@ class Session:
             line = Line(asked.frame, len(prompt), list(prompt))
             self.lines.append(line)
         end = len(prompt) + len(made.tokens)
-        said = (*map(canonical, asked.messages or ()), answer) if answer is not None else ()
+        said: tuple[dict[str, Any], ...] = ()
+        if answer is not None:  # of a long conversation each message is kept once
+            known = place.line.calls[place.call].messages if place else ()
+            said = (*known, *map(canonical, (asked.messages or [])[len(known) :]), answer)
         call = ModelCall(id, len(prompt), end, said, temperature, made.stop, text)
         line.add(prompt, made, call, made.chosen(asked.sampling))
         self.calls.append(call)
