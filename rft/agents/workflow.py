@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rft.agents.agent_process import run_command, run_function
-from rft.ground.errors import refuse_all
 from rft.ground.experience import Experience, Task
 from rft.ground.plugins import lookup
 from rft.rollout.context import Access, AgentSession, WorkflowContext
 from rft.rollout.reward_worker import RewardResult, number
+from rft.rollout.settings import settings_of
 
 REWARDS = ("auto", "posted", "task")
 
@@ -33,7 +33,7 @@ class AgentSettings:
     """`workflow_args` of the workflow `agent`."""
 
     agent: str = ""  # package.module:function or path/to/file.py:function
-    command: list[str] = field(default_factory=list)  # a program and its arguments
+    command: list[Any] = field(default_factory=list)  # a program and its arguments
     args: dict[str, Any] = field(default_factory=dict)  # of the function, by name
     # auto: returned, or posted, or else by the task's reward | posted: waited for | task
     reward: str = "auto"
@@ -49,36 +49,19 @@ class AgentSettings:
         """AgentSettings out of `workflow_args`; raises ConfigError for all that is wrong, naming
         `key`.
         """
-        known = cls.__dataclass_fields__
-        made = cls(
-            **{
-                name: list(value) if name == "command" else value
-                for name, value in given.items()
-                if name in known
-            }
-        )
-        unknown = [
-            f"{key}.{name}: the workflow agent does not take it; it takes {', '.join(known)}"
-            for name in sorted(set(given) - set(known))
-        ]
-        refuse_all((*unknown, *made._problems(key)))
-        return made
+        return settings_of(cls, "agent", given, key)
 
-    def _problems(self, key: str) -> Iterator[str]:
-        if bool(self.agent) == bool(self.command):
+    def problems(self, key: str, unread: set[str]) -> Iterator[str]:
+        if not unread & {"agent", "command"} and bool(self.agent) == bool(self.command):
             yield (
                 f"{key}: the workflow agent needs one of agent=file.py:function and "
                 "command=[program, ...]"
             )
         if self.reward not in REWARDS:
             yield (f"{key}.reward={self.reward}: choose one of {', '.join(REWARDS)}")
-        if not isinstance(self.agent_posts_reward, bool):
-            yield f"{key}.agent_posts_reward={self.agent_posts_reward}: give true or false"
         for name in ("reward_timeout", "timeout"):
             value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int | float) or value <= 0
-            ):
+            if value is not None and not value > 0:
                 yield (f"{key}.{name}={value}: give seconds, greater than 0")
         if self.agent and ":" not in self.agent:
             yield (

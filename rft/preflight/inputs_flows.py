@@ -91,7 +91,8 @@ def _workflow(
         return
     flow = workflows.resolve(name)
     steps = args.get("max_step_num")
-    if isinstance(steps, int) and steps < 1 and hasattr(flow, "max_step_num"):
+    counts = hasattr(flow, "max_step_num") and not getattr(flow, "has_settings", False)
+    if counts and isinstance(steps, int) and steps < 1:
         yield f"{key}.workflow_args.max_step_num={steps}: must be a number greater than 0"
     for needed in getattr(flow, "REQUIRED", ()):
         if needed not in args:

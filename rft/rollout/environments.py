@@ -26,17 +26,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rft.ground.errors import Late, refuse_all
+from rft.ground.errors import Late
 from rft.ground.experience import Record, Task
 from rft.ground.process import Child
 from rft.ground.shipped import PACKAGE
 from rft.ground.surroundings import foreign
+from rft.rollout.settings import settings_of
 
 ADAPTERS = PACKAGE / "extras" / "environments"
 PLACE = ".venv-env-{}"  # where `make env-NAME` puts a virtual environment
 REWARDS = ("sum", "last")
 SECONDS = ("timeout", "start_timeout", "step_timeout")
-COUNTS = ("processes", "episodes")
+COUNTS = ("processes", "episodes", "max_step_num")
 
 
 class Known(NamedTuple):
@@ -85,39 +86,26 @@ class EnvironmentSettings:
     @classmethod
     def of(cls, given: dict[str, Any], key: str = "workflow_args") -> "EnvironmentSettings":
         """Raises ConfigError for all that is wrong, naming `key`."""
-        known = cls.__dataclass_fields__
-        made = cls(**{name: value for name, value in given.items() if name in known})
-        unknown = [
-            f"{key}.{name}: the workflow environment does not take it; it takes {', '.join(known)}"
-            for name in sorted(set(given) - set(known))
-        ]
-        refuse_all((*unknown, *made._problems(key)))
-        return made
+        return settings_of(cls, "environment", given, key)
 
-    def _problems(self, key: str) -> Iterator[str]:
-        if self.environment not in KNOWN and ".py:" not in self.environment:
+    def problems(self, key: str, unread: set[str]) -> Iterator[str]:
+        file, _, name = self.environment.rpartition(":")
+        is_own = file.endswith(".py") and name
+        if "environment" not in unread and self.environment not in KNOWN and not is_own:
             yield (
                 f"{key}.environment={self.environment or 'null'}: give one of {', '.join(KNOWN)}, "
                 "or your own, path/to/file.py:Class (docs/environments.md)"
             )
         if self.reward not in REWARDS:
             yield f"{key}.reward={self.reward}: choose one of {', '.join(REWARDS)}"
-        if not isinstance(self.env_args, dict):
-            yield f"{key}.env_args={self.env_args}: give a map of arguments by name"
         for name in COUNTS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if (value := getattr(self, name)) < 1:
                 yield f"{key}.{name}={value}: must be a number greater than 0"
         for name in SECONDS:
             value = getattr(self, name)
-            if (value is not None or name != "timeout") and (
-                isinstance(value, bool) or not isinstance(value, int | float) or value <= 0
-            ):
+            if value is not None and not value > 0:
                 yield f"{key}.{name}={value}: give seconds, greater than 0"
-        for name in ("per_turn", "step_rewards"):
-            if not isinstance(getattr(self, name), bool):
-                yield f"{key}.{name}={getattr(self, name)}: give true or false"
-        if self.step_rewards is True and self.per_turn is False:
+        if self.step_rewards and not self.per_turn and "per_turn" not in unread:
             yield f"{key}.step_rewards=true: rewards of turns need {key}.per_turn=true"
 
     @property

@@ -286,14 +286,20 @@ def test_history_holds_every_call_until_it_is_taken(tmp_path: Path) -> None:
             "workflow_args.rewrad: the workflow agent does not take it",
         ),
         ({"agent": "a:b", "reward": "later"}, "reward=later: choose one of auto, posted, task"),
-        ({"agent": "a:b", "timeout": -1}, "timeout=-1: give seconds"),
+        ({"agent": "a:b", "timeout": -1}, "timeout=-1.0: give seconds"),
+        ({"agent": "a:b", "timeout": float("nan")}, "timeout=nan: give seconds"),
+        ({"command": "python agent.py"}, "workflow_args.command='python agent.py': give a value"),
+        ({"command": 5}, "workflow_args.command=5: give a value of type list"),
+        ({"agent": 5}, "workflow_args.agent=5: give a value of type str"),
+        ({"agent": "a:b", "args": 5}, "workflow_args.args=5: give a value of type dict"),
+        ({"agent": "a:b", "merge": "no"}, "workflow_args.merge='no': give a value of type bool"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_settings_are_refused_by_name(given: dict[str, Any], names: str) -> None:
     with pytest.raises(ConfigError) as refused:
         AgentSettings.of(given)
-    assert names in str(refused.value)
+    assert names in str(refused.value) and len(refused.value.problems) == 1
 
 
 def test_serving_needs_a_model_and_nothing_else(tmp_path: Path) -> None:

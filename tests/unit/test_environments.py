@@ -222,9 +222,16 @@ def test_every_wrong_argument_is_named_at_once() -> None:
         per_turn="yes",
         step_rewards=True,
         nonsense=1,
+        max_step_num=0,
+        python=5,
     )
     for key in ("environment", "reward", "episodes", "step_timeout", "env_args", "per_turn"):
         assert f"k.{key}=" in said
+    assert "k.max_step_num=0" in said and "k.python=5: give a value of type str" in said
+    assert len(said.splitlines()) == 9
+    for odd in (5, ["a"], "file.py:", ":Class"):
+        (told,) = refused(environment=odd).splitlines()
+        assert told.startswith("k.environment=")
     assert "k.nonsense: the workflow environment does not take it" in said
     assert "need k.per_turn=true" in refused(environment=GUESS, step_rewards=True)
 
