@@ -229,7 +229,7 @@ Environments.episode | a place among the episodes | none: the task's `max_timeou
 fails
 Episode._ask | an environment's step | `step_timeout` | its process is killed
 Episode.drive | an environment's whole episode | what is left of the task | its process is killed
-Host.ask | an environment's answer | the caller's limit | its process is killed
+Host._asked | an environment's answer | the caller's limit | its process is killed
 Host.start | an environment's setup | `start_timeout` | its process is killed
 asked_once | an environment's `--check` or rows | `start_timeout` | the start is refused
 rollout/explorer.py
