@@ -131,6 +131,12 @@ def with_pool(
         ("accuracy", "it is 13, then 12", "13", {}, 0.0),
         ("accuracy", "\\boxed{Paris}", "paris", {}, 1.0),
         ("accuracy", "no idea", "13", {}, 0.0),
+        ("accuracy", "so it is \u22125", "-5", {}, 1.0),
+        ("accuracy", "it is one of 3-4", "4", {}, 1.0),
+        ("accuracy", "it is 4 or -4", "-4", {}, 1.0),
+        ("accuracy", "9" * 400, "9" * 400, {}, 1.0),
+        ("gsm8k", "#### \u22125", "#### -5", {}, 1.0),
+        ("gsm8k", f"#### {'9' * 400}", "#### 5", {}, 0.0),
     ],
 )
 def test_a_built_in_reward_gives_its_number(

@@ -9,11 +9,14 @@ import ast
 import re
 from collections import Counter
 from fractions import Fraction
+from math import inf, isfinite
 from typing import Any
 
 from rft.ground.experience import Task
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+# behind a digit a minus takes away, and is of no number
+NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+MINUS = "\u2212"  # as mathematics is typeset, and models write it
 # DeepSeek-R1's response form: a thought, then something that is not empty
 THINK_FORM = r"\s*<think>.*?</think>.*\S.*"
 LONGEST = 500  # characters of an equation: trees of any depth would end the parser
@@ -241,7 +244,7 @@ def final_answer(text: str) -> str | None:
         return boxed.strip()
     if "####" in text:
         return text.rpartition("####")[2].strip()
-    numbers = NUMBER.findall(text)
+    numbers = NUMBER.findall(text.replace(MINUS, "-"))
     return numbers[-1] if numbers else None
 
 
@@ -271,5 +274,8 @@ def needed(truth: str | None, task: Task) -> str:
 
 
 def as_number(text: str) -> float | None:
-    text = text.strip().strip("$").replace(",", "").removesuffix("%").removesuffix(".")
-    return float(text) if NUMBER.fullmatch(text) else None
+    """None for a text that is none, and for one of more digits than a float can hold."""
+    text = text.strip().strip("$").replace(",", "").replace(MINUS, "-")
+    text = text.removesuffix("%").removesuffix(".")
+    found = float(text) if NUMBER.fullmatch(text) else inf
+    return found if isfinite(found) else None
