@@ -4,6 +4,8 @@ recorded is what was sampled.
 
 import asyncio
 import json
+import random
+import re
 import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -457,6 +459,19 @@ def test_what_cannot_be_served_is_refused_by_name(
         assert not pool.asked and endpoint.registry.counts["refused"] == 1
 
     run(scenario, tmp_path)
+
+
+def test_calls_are_those_of_the_pattern_however_many_have_no_end() -> None:
+    """They are looked for where all sessions are answered."""
+    pattern = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+    parts = ("<tool_call>", "</tool_call>", '{"name": "f"}', "{", "}", " ", "a", "\n")
+    dice = random.Random(7)
+    for _ in range(3000):
+        said = "".join(dice.choices(parts, k=10))
+        calls, rest = chat_format._calls_in(said)
+        assert (calls, rest) == (pattern.findall(said), pattern.sub("", said))
+    many = "<tool_call>{}" * 50_000
+    assert chat_format.answer_message(many, True, "id")["content"] == many
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400, 1.5])

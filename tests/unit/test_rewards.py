@@ -4,6 +4,7 @@ hang, raise, print, exit and get killed.
 
 import asyncio
 import os
+import random
 import re
 import select
 import signal
@@ -22,7 +23,7 @@ from rft.ground.experience import Sampling, Task
 from rft.ground.process import Child
 from rft.rollout import reward_pool, rewards
 from rft.rollout.reward_pool import QUICK_CHARACTERS, RewardPool, are_quick
-from rft.rollout.rewards.text import last_boxed
+from rft.rollout.rewards.text import last_boxed, tagged
 
 SAYS_TWO = """
     from rft.ground.experience import encode
@@ -143,6 +144,22 @@ def test_a_built_in_reward_gives_its_number(
     name: str, response: str, truth: str, args: dict, expected: float
 ) -> None:
     assert rewards.resolve(name)(response, truth, task(name, truth), **args) == expected
+
+
+def test_tags_are_those_of_the_pattern_however_many_have_no_end() -> None:
+    """A model that repeats itself writes thousands; by the pattern these would take minutes."""
+    parts = ("<answer>", "</answer>", "<", "a", "\n", " ")
+    dice = random.Random(7)
+    for _ in range(2000):
+        said = "".join(dice.choices(parts, k=12))
+        assert tagged(said, "answer") == re.findall("<answer>(.*?)</answer>", said, re.DOTALL)
+    many = "<answer>" * 100_000
+    assert tagged(f"<answer>4</answer>{many}", "answer") == ["4"]
+    for name in ("accuracy", "countdown", "countdown_reward", "tool_call_reward"):
+        asked = task(name, "5")
+        asked.raw = {"numbers": [5], "target": 5, "answer": "[]"}
+        told = rewards.resolve(name)(many + "<tool_call>" * 100_000, "5", asked)
+        assert (sum(told.values()) if isinstance(told, dict) else told) == 0.0
 
 
 @pytest.mark.parametrize("name", ["exact_match", "math", "math_boxed", "accuracy"])

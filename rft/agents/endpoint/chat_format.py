@@ -23,7 +23,7 @@ from rft.ground.experience import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Sampl
 # in the place of an answer, to find what a template writes behind it
 MARK = "rft-answer-stands-here"
 # as Hermes and Qwen models write it
-TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+CALL_BEGINS, CALL_ENDS = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_call>")
 # fields that change what is sampled without a trace in the log-probabilities, and the value that
 # does not
 REFUSED = {
@@ -348,8 +348,9 @@ def answer_message(
     if said.calls is not None:
         calls, words = said.calls, said.words.strip()
     else:
-        calls = _called(said.words) if has_tools else []
-        words = TOOL_CALL.sub("", said.words).strip() if TOOL_CALL.search(said.words) else ""
+        written, outside = _calls_in(said.words) if has_tools else ([], "")
+        calls = _called(said.words, written) if has_tools else []
+        words = outside.strip() if written else ""
     if not calls:
         return {"role": "assistant", "content": said.words, **thoughts}
     made = [
@@ -368,11 +369,23 @@ def remembered(message: dict[str, Any]) -> dict[str, Any]:
     return canonical(_message(message))
 
 
-def _called(text: str) -> list[tuple[str, Any]]:
+def _calls_in(text: str) -> tuple[list[str], str]:
+    """What stands in tags, and the rest of the text; in time that is linear in its length, however
+    many tags have no end.
+    """
+    calls, rest, at = [], "", 0
+    while (begins := CALL_BEGINS.search(text, at)) and (
+        ends := CALL_ENDS.search(text, begins.end())
+    ):
+        calls.append(text[begins.end() : ends.start() + 1])
+        rest, at = rest + text[at : begins.start()], ends.end()
+    return calls, rest + text[at:]
+
+
+def _called(text: str, written: list[str]) -> list[tuple[str, Any]]:
     """(name, arguments) of each call: in tags, or, as Llama models write it, as the whole text."""
-    written = TOOL_CALL.findall(text) or ([text.strip()] if text.strip().startswith("{") else [])
     calls = []
-    for one in written:
+    for one in written or ([text.strip()] if text.strip().startswith("{") else []):
         try:
             found = json.loads(one)
         except ValueError:  # no call, then; it stays in the text

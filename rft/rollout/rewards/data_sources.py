@@ -17,7 +17,7 @@ from typing import Any
 
 from rft.ground.experience import Task
 from rft.ground.plugins import lookup
-from rft.rollout.rewards.text import last_boxed, penalty
+from rft.rollout.rewards.text import last_boxed, penalty, tagged
 
 Scored = tuple[float, dict[str, float]]
 CLIPPED = 300  # characters at the end of a response that gsm8k and math_dapo look at
@@ -235,7 +235,7 @@ def found_answer(response: str, truth: Mapping[str, Any]) -> float:
     """1 when the last `<answer>` is one of the truth's targets, but for case, articles and
     punctuation; a quarter of it where tags are repeated more than ten times.
     """
-    said = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
+    said = tagged(response, "answer")
     targets = truth["target"]
     targets = [targets] if isinstance(targets, str) else targets
     if not said or _bare(said[-1]) not in map(_bare, targets):

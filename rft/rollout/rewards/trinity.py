@@ -16,12 +16,19 @@ from math import isclose
 from typing import Any
 
 from rft.ground.experience import Task
-from rft.rollout.rewards.text import OPERATIONS, last_boxed, needed, parsed, penalty, value_of
+from rft.rollout.rewards.text import (
+    OPERATIONS,
+    last_boxed,
+    needed,
+    parsed,
+    penalty,
+    tagged,
+    value_of,
+)
 
 FORM = 0.1  # what its form adds to a response or takes off
 MATH_FORM = r"(?s).*?<think>.*?</think>\s*<answer>.*?</answer>\s*$"
 LINES_FORM = r"<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
-ANSWER_IN_LINE = re.compile(r"<answer>(.*?)</answer>")  # of one line
 GALLERY = ("math_verify_reward",)  # names of RM-Gallery that are scored here
 ARITHMETIC = re.compile(r"[\d+\-*/().\s]+")
 PYTHONS = OPERATIONS | {
@@ -73,8 +80,8 @@ def _said(text: str) -> list[Any]:
     """What math-verify reads in the first <answer> of one line, else anywhere."""
     from math_verify import parse
 
-    found = ANSWER_IN_LINE.search(text)
-    return parse(found[1] if found else text, parsing_timeout=None)
+    found = next((said for line in text.split("\n") for said in tagged(line, "answer")), text)
+    return parse(found, parsing_timeout=None)
 
 
 def _verified(answer: Any, truth: Any) -> float:
@@ -275,7 +282,7 @@ def countdown_reward(response: str, truth: str | None, task: Task) -> dict[str, 
     has these columns.
     """
     numbers, target = _countdown(truth, task)
-    said = ANSWER_IN_LINE.findall(response.split("\n")[-1])
+    said = tagged(response.split("\n")[-1], "answer")
     if not said:
         return {"score": 0.0}
     equation = said[-1].strip()
@@ -330,7 +337,7 @@ def tool_call_reward(response: str, truth: str | None, task: Task) -> dict[str, 
 
 def _called(response: str) -> Counter[tuple[str, str]] | None:
     """The calls in the last <tool_call>; None where there are none that can be read."""
-    said = re.findall(r"<tool_call>(.*?)</tool_call>", response, re.DOTALL)
+    said = tagged(response, "tool_call")
     if not said:
         return None
     try:
