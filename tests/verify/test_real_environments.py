@@ -71,7 +71,7 @@ def test_frozen_lake_rewards_who_crosses_it(tmp_path: Path) -> None:
     assert TOKENIZER.decode(made.tokens.tolist()).count("<|user|>") == 6 and list(
         made.tokens
     ) == list(twin.tokens)
-    drowned = World(lambda prompt, n: "<action>left</action>", tmp_path)
+    drowned = World(lambda prompt, n: "<action>left</action> up </action>", tmp_path)
     right = World(
         lambda prompt, n: "3, no: right" if prompt.count("<|user|>") > 1 else "1", tmp_path
     )
