@@ -23,6 +23,7 @@ from rft.ground.experience import (
 from rft.rollout import workflows
 from rft.rollout.reward_worker import RewardResult
 from rft.rollout.workflows.dialogue import Dialogue
+from tests.unit.environment_world import World
 
 
 class FakeContext:
@@ -129,6 +130,13 @@ def test_a_greedy_answer_was_not_sampled_and_is_not_trained() -> None:
     whole = talk.whole()
     assert whole.action_mask.tolist() == [0] * 5 and whole.temperature == 1.0
     assert talk.said == 3, "a length that is scored counts what is not trained, too"
+
+
+def test_a_temperature_that_no_engine_samples_at_is_refused(tmp_path: Path) -> None:
+    """It would be recorded, and another one sampled at."""
+    ctx = workflows.WorkflowContext(World(lambda prompt, n: "x", tmp_path).shared, "a", "a")
+    with pytest.raises(ValueError, match="temperature=0.005: give 0, or 0.01"):
+        asyncio.run(ctx.generate([1], 1, Sampling(temperature=0.005)))
 
 
 def test_a_prompt_that_is_too_long_is_not_scored() -> None:
