@@ -12,7 +12,6 @@ recorded conversation goes on.
 from typing import Any
 
 import msgspec
-from jinja2 import TemplateError
 
 from rft.agents.endpoint.chat_format import ApiError, Asked, Parsed, behind, read
 from rft.agents.endpoint.parsers import Parser
@@ -63,7 +62,7 @@ class Model:
                 return known + (new[1:] if new[:1] == known[-1:] else new)
             return self._ids(self._render(asked, asked.messages))
         # templates are programs, which stumble over what they do not expect as any do
-        except (TemplateError, ConfigError, TypeError, ValueError) as error:
+        except (ConfigError, TypeError, ValueError) as error:
             raise ApiError(
                 f"the chat template does not take these messages: {error}", "messages"
             ) from error
@@ -74,7 +73,7 @@ class Model:
         answer = len(place.line.calls[place.call].messages) - 1
         try:
             return behind(lambda messages: self._render(asked, messages), asked.messages, answer)
-        except TemplateError:  # it takes no other answer there, but perhaps the real one
+        except ConfigError:  # it takes no other answer there, but perhaps the real one
             return None
 
     def _render(self, asked: Asked, messages: list[dict[str, Any]]) -> str:
