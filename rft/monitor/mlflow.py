@@ -13,10 +13,13 @@ never the run.
 """
 
 import base64
+import http.client
 import json
 import logging
 import os
+import posixpath
 import queue
+import re
 import threading
 import time
 import urllib.error
@@ -37,6 +40,8 @@ CLOSE_S = 30.0  # for what is still to be sent when the run ends
 WAITING = 1000  # calls
 BATCH = 900  # metrics of one call; the server takes 1,000
 PARAMS, PARAM_LENGTH = 100, 500  # of one call; of one value
+STRANGE, NAME_LENGTH = re.compile(r"[^/\w.\- ]"), 250  # what no name may have, anywhere
+GONE = ("RESOURCE_DOES_NOT_EXIST", "must be in the 'active' state")  # a run that was deleted
 
 
 class TrackingError(RuntimeError):
@@ -63,21 +68,29 @@ class Server:
 
     def call(self, path: str, body: Any, method: str = "POST") -> dict[str, Any]:
         """The answer of `api/2.0/<path>`; raises TrackingError with the server's own words."""
+        try:
+            found = json.loads(self._ask(path, body, method) or b"{}")
+        # refused, late, cut off, or no address at all; and what is no JSON, there or here
+        except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
+            raise TrackingError(f"{path}: {error}") from error
+        if not isinstance(found, dict):
+            raise TrackingError(f"{path}: answered {str(found)[:300]}")
+        return found
+
+    def _ask(self, path: str, body: Any, method: str) -> bytes:
         request = urllib.request.Request(
             f"{self.uri}/api/2.0/{path}",
-            None if body is None else json.dumps(body).encode(),
+            None if body is None else json.dumps(body, default=str).encode(),
             self.headers,
             method=method,
         )
         try:
             with urllib.request.urlopen(request, timeout=REPLY_S) as answer:
-                return json.loads(answer.read() or b"{}")  # type: ignore[no-any-return]
+                return answer.read()  # type: ignore[no-any-return]
         except urllib.error.HTTPError as error:
             raise TrackingError(
                 f"{path}: {error.code} {error.read().decode(errors='replace')[:300]}"
             ) from error
-        except (OSError, ValueError) as error:  # refused, late, or no address at all
-            raise TrackingError(f"{path}: {error}") from error
 
 
 class MLflow:
@@ -98,7 +111,7 @@ class MLflow:
         self._orders: queue.SimpleQueue[tuple[str, Any, str] | None] = queue.SimpleQueue()
         try:
             self._run = self._known(job_dir, resume_step) or self._create(job_dir, project, name)
-        except TrackingError as error:
+        except (TrackingError, LookupError, TypeError) as error:  # something else answers
             raise ConfigError(
                 f"monitor.monitor_args.uri={self._server.uri}: MLflow's server does not answer "
                 f"as one ({error}); start it, give its address, or set monitor.monitor_type=none"
@@ -115,21 +128,27 @@ class MLflow:
         if resume_step < 1 or not path.exists():
             return None
         try:
-            run = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+            told = json.loads(path.read_bytes())
+            run = {"id": str(told["id"]), "artifacts": str(told["artifacts"])}
+        except (OSError, ValueError, LookupError, TypeError) as error:
             log.warning("%s cannot be read (%s): a new MLflow run begins", path, error)
             return None
-        self._server.call("mlflow/runs/update", {"run_id": run["id"], "status": "RUNNING"})
-        return run  # type: ignore[no-any-return]
+        try:
+            self._server.call("mlflow/runs/update", {"run_id": run["id"], "status": "RUNNING"})
+        except TrackingError as error:
+            if not any(words in str(error) for words in GONE):
+                raise
+            log.warning("%s has no run %s: a new one begins", self._server.uri, run["id"])
+            return None
+        return run
 
     def _create(self, job_dir: Path, project: str, name: str) -> dict[str, str]:
         made = {"experiment_id": self._experiment(project), "run_name": name, "start_time": _now()}
         run = self._server.call("mlflow/runs/create", made)["run"]["info"]
         found = {"id": run["run_id"], "artifacts": run["artifact_uri"]}
         config = RunRecord(job_dir).flattened_config()
-        params = [
-            {"key": key, "value": value[:PARAM_LENGTH]} for key, value in config.items() if value
-        ]
+        named = {_name(key): value[:PARAM_LENGTH] for key, value in config.items() if value}
+        params = [{"key": key, "value": value} for key, value in named.items()]
         for at in range(0, len(params), PARAMS):
             self._server.call(
                 "mlflow/runs/log-batch", {"run_id": found["id"], "params": params[at : at + PARAMS]}
@@ -159,7 +178,7 @@ class MLflow:
         at = _now()
         made = [
             {
-                "key": key.replace("@", "_at_"),
+                "key": _name(key),
                 "value": _number(value),
                 "timestamp": at,
                 "step": step,
@@ -207,8 +226,7 @@ class MLflow:
         if self._orders.qsize() < WAITING:
             self._orders.put((path, body, method))
         else:
-            self._lost += 1
-            left_out.note("calls of MLflow's server", TrackingError(f"{WAITING} wait already"))
+            self._miss(TrackingError(f"{WAITING} wait already"))
 
     def _send(self) -> None:
         """Body of the thread: every order once, in turn."""
@@ -216,12 +234,21 @@ class MLflow:
             try:
                 self._server.call(*order)
             except TrackingError as error:
-                self._lost += 1
-                log.warning("MLflow: %s", error)
+                self._miss(error)
+
+    def _miss(self, error: TrackingError) -> None:
+        self._lost += 1
+        left_out.note("calls of MLflow's server", error)
 
 
 def _now() -> int:
     return int(time.time() * 1000)
+
+
+def _name(name: str) -> str:
+    """As the server takes it: it refuses a whole call for one strange name."""
+    plain = STRANGE.sub("_", name.replace("@", "_at_"))
+    return posixpath.normpath(plain).lstrip("/.")[:NAME_LENGTH] or "_"
 
 
 def _number(value: float) -> float | str:

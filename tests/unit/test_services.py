@@ -146,7 +146,11 @@ def test_the_config_is_flat_text_for_services(tmp_path: Path) -> None:
 
 
 class Grumpy(BaseHTTPRequestHandler):
-    """Answers what starts a run, and takes no metrics."""
+    """Answers what starts a run, and takes no metrics. `cut`: codes of answers
+    to metrics that end in their middle; `gone`: runs that are known no more.
+    """
+
+    gone = ""
 
     def do_GET(self) -> None:
         self._answer(200, {"experiment": {"experiment_id": "1"}})
@@ -154,15 +158,19 @@ class Grumpy(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.heard.append((self.path, body, self.headers.get("Authorization")))  # type: ignore[attr-defined]
-        if "metrics" in body:
+        if "metrics" in body and self.server.cut:  # type: ignore[attr-defined]
+            self._answer(self.server.cut.pop(0), {}, more=10)  # type: ignore[attr-defined]
+        elif "metrics" in body:
             self._answer(500, {"error": "full"})
+        elif "status" in body and body["run_id"] in self.gone:
+            self._answer(404, {"error_code": "RESOURCE_DOES_NOT_EXIST"})
         else:
             self._answer(200, {"run": {"info": {"run_id": "r1", "artifact_uri": "file:/x"}}})
 
-    def _answer(self, code: int, body: Any) -> None:
+    def _answer(self, code: int, body: Any, more: int = 0) -> None:
         data = json.dumps(body).encode()
         self.send_response(code)
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(len(data) + more))
         self.end_headers()
         self.wfile.write(data)
 
@@ -172,7 +180,7 @@ class Grumpy(BaseHTTPRequestHandler):
 @pytest.fixture
 def grumpy() -> Iterator[HTTPServer]:
     server = HTTPServer(("127.0.0.1", 0), Grumpy)
-    server.heard = []  # type: ignore[attr-defined]
+    server.heard, server.cut = [], []  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield server
@@ -237,6 +245,68 @@ def test_a_server_that_does_not_keep_up_costs_calls_and_no_memory(
     heard = grumpy.heard  # type: ignore[attr-defined]
     assert [body["metrics"][0]["step"] for _, body, _ in heard if "metrics" in body] == [1, 2, 3]
     assert "did not take 6 of our calls" in caplog.text  # and three were answered by an error
+
+
+def test_an_answer_that_is_cut_off_costs_its_call_and_every_miss_is_counted(
+    grumpy: HTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(left_out, "_left_out", Counter())
+    grumpy.cut += [200, 502]  # type: ignore[attr-defined]
+    sink = mlflow.MLflow(tmp_path, "p", "n", 0, f"http://127.0.0.1:{grumpy.server_port}")
+    for step in (1, 2, 3):
+        sink.log({"loss": 1.0}, step)
+    sink._order("mlflow/runs/log-batch", {("no", "JSON"): 1}, "POST")
+    sink.close()
+    heard = [body for _, body, _ in grumpy.heard]  # type: ignore[attr-defined]
+    assert [body["metrics"][0]["step"] for body in heard if "metrics" in body] == [1, 2, 3]
+    assert heard[-1]["status"] == "FINISHED" and left_out.count() == 4
+
+
+def test_one_strange_name_does_not_cost_the_others(grumpy: HTTPServer, tmp_path: Path) -> None:
+    (tmp_path / "resolved.yaml").write_text("a: {'b (c)': 1, 'b [c]': 2, d+e: 3}\n")
+    sink = mlflow.MLflow(tmp_path, "p", "n", 0, f"http://127.0.0.1:{grumpy.server_port}")
+    names = ["eval/gsm8k (hard)/mean@4", "eval/../x", "/a//b", "0_o.py:Shorter", "n" * 300, "?"]
+    sink.log(dict.fromkeys(names, 1.0), 1)
+    sink.close()
+    heard = [body for _, body, _ in grumpy.heard]  # type: ignore[attr-defined]
+    (params,) = [body["params"] for body in heard if "params" in body]
+    assert params == [{"key": "a.b _c_", "value": "2"}, {"key": "a.d_e", "value": "3"}]
+    (made,) = [body["metrics"] for body in heard if "metrics" in body]
+    keys = [metric["key"] for metric in made]
+    assert keys == ["eval/gsm8k _hard_/mean_at_4", "x", "a/b", "0_o.py_Shorter", "n" * 250, "_"]
+
+
+@pytest.mark.parametrize("mark", ["{}", "[1]", "{", '{"id": "old", "artifacts": ""}'])
+def test_a_resume_whose_run_is_gone_begins_another(
+    grumpy: HTTPServer, tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Grumpy, "gone", "old")
+    (tmp_path / "monitor").mkdir()
+    (tmp_path / "monitor" / "mlflow.json").write_text(mark)
+    sink = mlflow.MLflow(tmp_path, "p", "n", 3, f"http://127.0.0.1:{grumpy.server_port}")
+    sink.close()
+    assert sink._run["id"] == "r1"
+    assert json.loads((tmp_path / "monitor" / "mlflow.json").read_text())["id"] == "r1"
+
+
+@pytest.mark.parametrize("where", ["no-scheme", "http://a host"])
+def test_an_address_that_is_none_is_refused(tmp_path: Path, where: str) -> None:
+    config = MonitorConfig(monitor_type="mlflow", monitor_args={"uri": where})
+    with pytest.raises(ConfigError, match=re.escape(f"monitor.monitor_args.uri={where}")):
+        sinks.build(config, tmp_path, "p", "n", stream=io.StringIO())
+
+
+def test_a_server_of_something_else_is_refused(
+    grumpy: HTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Grumpy, "do_GET", lambda self: self._answer(200, {"experiment": "of another kind"})
+    )
+    config = MonitorConfig(
+        monitor_type="mlflow", monitor_args={"uri": f"http://127.0.0.1:{grumpy.server_port}"}
+    )
+    with pytest.raises(ConfigError, match="does not answer as one"):
+        sinks.build(config, tmp_path, "p", "n", stream=io.StringIO())
 
 
 def test_a_server_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> None:

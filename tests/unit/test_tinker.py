@@ -2,8 +2,10 @@
 `tinker_service.py`.
 """
 
+import ast
 import asyncio
 import copy
+import inspect
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -338,6 +340,26 @@ def test_a_save_that_fails_is_counted_and_training_goes_on(
         checkpoints.wait(1)
     train(policy, 1)
     assert saved(checkpoints, 2)[0].step == 2 and checkpoints.records.steps() == [2]
+
+
+def test_a_service_has_all_that_a_loop_asks_of_saves(tmp_path: Path) -> None:
+    saves, asked = RemoteCheckpoints(tmp_path, None, 0, 0), set[str]()  # type: ignore[arg-type]
+    root = Path(inspect.getfile(Models)).parents[1]
+    for path in [*(root / "trainer").glob("*.py"), root / "run" / "assembly.py"]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = node.func if isinstance(node, ast.Call) else node
+            if not (
+                isinstance(called, ast.Attribute)
+                and ast.unparse(called.value).split(".")[-1] == "checkpoints"
+                and called.attr != "export"  # refused by the config
+            ):
+                continue
+            asked.add(called.attr)
+            assert hasattr(saves, called.attr), f"{path}: {called.attr}"
+            if isinstance(node, ast.Call):
+                keywords = {str(keyword.arg): None for keyword in node.keywords}
+                inspect.signature(getattr(saves, called.attr)).bind(*node.args, **keywords)
+    assert {"save", "copy_now", "wait", "remembered"} <= asked
 
 
 @pytest.mark.parametrize("damage", ["", "half", "more", "edited", "moved"])

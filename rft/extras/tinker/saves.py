@@ -184,6 +184,7 @@ class RemoteCheckpoints:
         version: bool = False,
         memory: bool = False,
         local: dict[str, bytes] | None = None,
+        later: bool = False,
     ) -> bool:
         """Begin; the service takes its copy before the next update, and a rank has nothing of its
         own.
@@ -250,6 +251,9 @@ class RemoteCheckpoints:
     @property
     def newest(self) -> int | None:
         return max(self.records.steps(), default=None)
+
+    def copy_now(self) -> None:
+        """Nothing is copied here."""
 
     def before_update(self) -> float:
         """Requests are done in their order: a save that was begun
