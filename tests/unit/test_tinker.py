@@ -342,6 +342,46 @@ def test_a_save_that_fails_is_counted_and_training_goes_on(
     assert saved(checkpoints, 2)[0].step == 2 and checkpoints.records.steps() == [2]
 
 
+@pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler"])
+def test_a_save_that_failed_is_made_again_when_it_is_asked_for_again(
+    fake: tinker_service.Service, policy: RemotePolicy, tmp_path: Path, kind: str
+) -> None:
+    checkpoints = saves_of(tmp_path, policy)
+    fake.failing[kind] = "the store is full"
+    train(policy, 1)
+    checkpoints.save(1, models_of(policy), {"step": 1})
+    with pytest.raises(ServiceFailed, match="checkpoint of step 1: .*the store is full"):
+        checkpoints.wait(1)
+    assert saved(checkpoints, 1)[0].step == 1 and checkpoints.metrics()["checkpoint/failed"] == 0
+    record = checkpoints.records.read(1)
+    assert {fake.saved[path]["updates"] for path in (record.state, record.sampler)} == {1}
+
+
+def test_a_disk_that_takes_no_record_costs_the_save_and_not_the_run(
+    policy: RemotePolicy, tmp_path: Path
+) -> None:
+    checkpoints = saves_of(tmp_path, policy)
+    train(policy, 1)
+    (tmp_path / "remote").write_text("no directory")
+    checkpoints.save(1, models_of(policy), {"step": 1})
+    with pytest.raises(RuntimeError, match="checkpoint of step 1 failed: .*remote"):
+        checkpoints.wait(1)
+    assert checkpoints.poll() == [] and checkpoints.metrics()["checkpoint/failed"] == 1
+    (tmp_path / "remote").unlink()
+    assert saved(checkpoints, 1)[0].step == 1
+
+
+def test_what_else_lies_beside_the_records_is_somebodys_own(
+    policy: RemotePolicy, tmp_path: Path
+) -> None:
+    checkpoints = saves_of(tmp_path, policy)
+    train(policy, 1)
+    saved(checkpoints, 1)
+    for name in ("step_copy", "step_00000001 (1)", "step_7"):
+        (tmp_path / "remote" / f"{name}.json").write_text("{}")
+    assert checkpoints.records.steps() == [1] and checkpoints.newest == 1
+
+
 def test_a_service_has_all_that_a_loop_asks_of_saves(tmp_path: Path) -> None:
     saves, asked = RemoteCheckpoints(tmp_path, None, 0, 0), set[str]()  # type: ignore[arg-type]
     root = Path(inspect.getfile(Models)).parents[1]

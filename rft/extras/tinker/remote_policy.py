@@ -13,6 +13,7 @@ step are saved once, however often they are asked for.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,7 @@ class RemotePolicy:
         self.hf_config = read_hf_config(model.model_path)
         self.step = 0
         self._saves: dict[tuple[str, int], Future[str]] = {}  # of weights by (kind, step)
+        self._tries: Counter[tuple[str, int]] = Counter()
         self._training: Any = None
 
     def describe(self) -> str:
@@ -197,20 +199,25 @@ class RemotePolicy:
 
     def saved(self, kind: str, step: int) -> "Future[str]":
         """The path of weights and optimizer (`state`), or of weights that can be sampled from
-        (`sampler`), as they are at `step`, which is now, once the service has saved them.
+        (`sampler`), as they are at `step`, which is now, once the service has saved them: begun
+        once, and again where it failed.
         """
-        if (kind, step) not in self._saves:
-            assert step == self.step, (
-                f"the weights of step {step} are gone: this is step {self.step}"
-            )
-            save = (
-                self._training.save_state
-                if kind == "state"
-                else self._training.save_weights_for_sampler
-            )
-            self._saves[kind, step] = path = Future()
-            save(f"step_{step:08d}").future().add_done_callback(lambda done: _hand_on(done, path))
-        return self._saves[kind, step]
+        known = self._saves.get((kind, step))
+        if known is not None and not (step == self.step and has_failed(known)):
+            return known
+        assert step == self.step, f"the weights of step {step} are gone: this is step {self.step}"
+        save = (
+            self._training.save_state
+            if kind == "state"
+            else self._training.save_weights_for_sampler
+        )
+        self._tries[kind, step] += 1
+        tries = self._tries[kind, step]
+        # what failed here may have been saved there, under the name that it had
+        name = f"step_{step:08d}" + (f"-{tries}" if tries > 1 else "")
+        self._saves[kind, step] = path = Future()
+        save(name).future().add_done_callback(lambda done: _hand_on(done, path))
+        return path
 
     def known(self, kind: str, step: int, path: str) -> None:
         """What an earlier attempt has saved."""
@@ -219,10 +226,11 @@ class RemotePolicy:
 
     def samplers(self) -> list[int]:
         """Steps whose weights can be sampled from."""
-        done = [
-            step for (kind, step), path in self._saves.items() if kind == "sampler" and path.done()
+        return [
+            step
+            for (kind, step), path in self._saves.items()
+            if kind == "sampler" and path.done() and not has_failed(path)
         ]
-        return [step for step in done if self._saves["sampler", step].exception() is None]
 
     def forget(self, kind: str, step: int) -> None:
         """Delete what was saved."""
@@ -298,6 +306,10 @@ def aligned(part: Sequence[Packed], found: list[np.ndarray]) -> list[np.ndarray]
     for values, (_, (number, where)) in zip(found, sequences(part), strict=True):
         arrays[number][where] = values
     return arrays
+
+
+def has_failed(path: "Future[str]") -> bool:
+    return path.done() and path.exception() is not None
 
 
 def _hand_on(done: "Future[Any]", path: "Future[str]") -> None:

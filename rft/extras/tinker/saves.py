@@ -93,10 +93,10 @@ class Records:
         return record
 
     def steps(self) -> list[int]:
-        """In order."""
-        return sorted(
-            int(path.stem.removeprefix("step_")) for path in self.root.glob("step_*.json")
-        )
+        """In order. What else lies there is somebody's own: a copy, a note."""
+        named = (path.stem.removeprefix("step_") for path in self.root.glob("step_*.json"))
+        numbers = [int(number) for number in named if number.isdecimal()]
+        return sorted(step for step in numbers if self._path(step).exists())
 
     def remove(self, step: int) -> None:
         self._path(step).unlink(missing_ok=True)
@@ -141,6 +141,7 @@ class RemoteCheckpoints:
         self.read, self.reached = (0, 0.0), 0
         self.needed = 0
         self._pending: list[PendingSave] = []
+        self._told: list[Report] = []  # until the next `poll`
         self._failed: dict[int, str] = {}  # why, by step
         self._committed = 0
         self._seconds = 0.0
@@ -192,6 +193,7 @@ class RemoteCheckpoints:
         Weights for engines alone are the publisher's, and versions and memory the service's.
         """
         self._failed.pop(step, None)  # it is tried again
+        self._pending = [save for save in self._pending if save.step != step]
         paths = {kind: self.policy.saved(kind, step) for kind in ("state", "sampler")}
         self._pending.append(PendingSave(step, paths, loop, models.kl.state(), time.monotonic()))
         self.requested = step
@@ -199,21 +201,26 @@ class RemoteCheckpoints:
 
     def poll(self) -> list[Report]:
         """Write the records of saves that are there; what has become of them, in order."""
-        told: list[Report] = []
+        self._settle()
+        told, self._told = self._told, []
+        return told
+
+    def _settle(self) -> None:
         while self._pending and self._pending[0].is_over:
             save = self._pending.pop(0)
             if errors := [
                 error for path in save.paths.values() if (error := path.exception()) is not None
             ]:
-                self._failed[save.step] = in_a_line(errors[0])
-                log.error(
-                    "checkpoint of step %d failed, training goes on: %s",
-                    save.step,
-                    self._failed[save.step],
-                )
+                self._fail(save.step, errors[0])
                 continue
-            told += self._commit(save)
-        return told
+            try:
+                self._told += self._commit(save)
+            except OSError as error:  # a full disk: the next save may find room
+                self._fail(save.step, error)
+
+    def _fail(self, step: int, error: BaseException) -> None:
+        self._failed[step] = in_a_line(error)
+        log.error("checkpoint of step %d failed, training goes on: %s", step, self._failed[step])
 
     def _commit(self, save: PendingSave) -> list[Report]:
         config = self.policy.config
@@ -262,13 +269,16 @@ class RemoteCheckpoints:
         return 0.0
 
     def wait(self, step: int) -> None:
-        """Until the save of `step` is there; its record is written by the next `poll`.
-
-        Raises RuntimeError when it failed.
-        """
-        for save in [save for save in self._pending if save.step == step]:
+        """Until the record of `step` is on disk. Raises RuntimeError when the save failed."""
+        for save in [save for save in self._pending if save.step <= step]:
             for kind, path in save.paths.items():
-                self.policy.service.answer(path, f"checkpoint of step {step}: saving the {kind}")
+                what = f"checkpoint of step {save.step}: saving the {kind}"
+                try:
+                    self.policy.service.answer(path, what)
+                except ServiceFailed:
+                    if save.step == step:  # what became of older ones is told by `poll`
+                        raise
+        self._settle()
         if step in self._failed:
             raise RuntimeError(f"checkpoint of step {step} failed: {self._failed[step]}")
 
