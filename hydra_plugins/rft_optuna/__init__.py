@@ -96,7 +96,8 @@ class OptunaSweeper(Sweeper):
             self.launcher.launch(waiting, initial_job_idx=len(known))
             now = [t for t in trial_records.trials(sweep_dir) if space.params(t) is not None]
             tried |= {t.number for t in now if t.overrides in waiting}
-        failed = [str(trial.number) for trial in known if trial.state != "finished"]
+        worth = trial_records.objectives(known, judged_by)
+        failed = [str(trial.number) for trial in known if trial.number not in worth]
         if len(failed) < len(known):
             best = study.best_trial
             print(
@@ -109,7 +110,7 @@ class OptunaSweeper(Sweeper):
             )
         if failed:
             raise TrialFailed(
-                f"rft: trial(s) {', '.join(failed)} did not finish; see rft sweep-report "
-                f"{sweep_dir}"
+                f"rft: trial(s) {', '.join(failed)} did not finish, or have no "
+                f"{judged_by.objective}; see rft sweep-report {sweep_dir}"
             )
         return study.best_trial.params if known else None

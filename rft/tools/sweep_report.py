@@ -106,13 +106,14 @@ def read(sweep_dir: Path, judged_by: SweepConfig) -> list[TrialRow]:
             "give the directory of a sweep, <root>/<project>/<name>/sweep"
         )
     shared = set.intersection(*(set(trial.overrides) for trial in trials))
+    worth = trial_records.objectives(trials, judged_by)
     rows = []
     for trial in trials:
         chosen = " ".join(
             line for line in trial.overrides if line not in shared and not line.startswith("sweep.")
         )
-        value = trial_records.objective_of(trial, judged_by) if trial.state == "finished" else None
-        rows.append(TrialRow(trial, state(trial), chosen, value, trial_records.steps(trial)))
+        value, steps = worth.get(trial.number), trial_records.steps(trial)
+        rows.append(TrialRow(trial, state(trial), chosen, value, steps))
     return rows
 
 

@@ -204,7 +204,7 @@ monitor/logs.py
 _keep_small | the next look at a log | `LOOK_S` | it looks
 ask_stacks_of_siblings | stacks of other processes | `STACKS_S` | without them
 monitor/mlflow.py
-Server.call | the tracking server | `REPLY_S` | counted as left out
+Server._ask | the tracking server | `REPLY_S` | counted as left out
 MLflow.close | its thread | `CLOSE_S` | left behind, said
 MLflow._send | the next order | none: a thread of its own | -
 preflight/inputs_data.py

@@ -224,6 +224,19 @@ def test_a_trial_is_known_by_its_overrides_in_any_order(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"], "no draft is left"
 
 
+@pytest.mark.parametrize("damage", ["", "[]", '{"state": "finished"}', '{"overrides": [], "x": 1}'])
+def test_a_record_that_was_damaged_is_named_and_one_that_is_deleted_begins_anew(
+    tmp_path: Path, damage: str
+) -> None:
+    record = trial_records.claim(tmp_path, ["seed=1"]).directory / trial_records.RECORD
+    record.write_text(damage)
+    (record.parent / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=f"{record} is not as it was written .*delete it"):
+        trial_records.claim(tmp_path, ["seed=1"])
+    record.unlink()
+    assert trial_records.claim(tmp_path, ["seed=1"]).number == 1
+
+
 def test_trials_that_start_at_once_get_numbers_of_their_own(tmp_path: Path) -> None:
     barrier = threading.Barrier(8)
 

@@ -92,6 +92,19 @@ def test_without_an_objective_it_still_tells_how_the_sweep_stands(
     assert "objective" in told and "interrupted" in told and "best " not in told
 
 
+def test_a_trial_without_the_number_has_none_and_a_number_that_no_trial_has_is_refused(
+    sweep_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sweep_dir / "0" / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0, "accuracy": null}\n')
+    assert sweep_report.main([str(sweep_dir), "--objective", "accuracy"]) == 0
+    told = capsys.readouterr().out
+    assert "best     trial 2" in told
+    row = next(line.split() for line in told.splitlines() if line.split()[:1] == ["0"])
+    assert row[-4] == "-"
+    assert sweep_report.main([str(sweep_dir), "--objective", "accurazy"]) == 2
+    assert "trial 0 has no such number" in capsys.readouterr().err
+
+
 def test_a_directory_that_is_no_sweep_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,6 +91,19 @@ def test_trials_of_another_command_are_none_of_this_search(tmp_path: Path) -> No
     ]
 
 
+def test_a_trial_that_diverged_at_once_does_not_end_the_search(tmp_path: Path) -> None:
+    diverged = run(tmp_path, space().overrides(next_params(tmp_path)[0]))
+    (diverged.directory / "metrics.jsonl").write_text('{"step": 1, "score": null}\n')
+    with pytest.raises(ConfigError, match="sweep.objective=score: trial 0 has no such number"):
+        next_params(tmp_path)  # nobody has it: the metric's name may be wrong
+    other = {"lr": 1e-3, "repeat": 2, "clip": 1.0, "loss": "ppo"}
+    run(tmp_path, space().overrides(other))
+    trials = trial_records.trials(tmp_path)
+    assert trial_records.objectives(trials, SweepConfig("score")) == {1: -abs(1e-3 - 1e-4)}
+    study = search.study_of(space(), trials, SweepConfig("score"), "tpe", 0)
+    assert study.best_trial.number == 1 and len(search.ask(study, space(), 1)) == 1
+
+
 def test_a_small_space_ends(tmp_path: Path) -> None:
     small = space(["loss=ppo,gspo", "name=run"])
     study = search.study_of(small, [], SweepConfig("score"), "random", 0)
@@ -100,6 +113,17 @@ def test_a_small_space_ends(tmp_path: Path) -> None:
 def test_what_cannot_be_searched_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to search: give at least one range"):
         space(["name=run"])
+    with pytest.raises(ConfigError) as refused:
+        space(
+            ["a=tag(log, interval(0, 1))", "b=interval(2, 1)", "c=range(5, 1, -1)", "d=range(4, 4)"]
+        )
+    told = [one.split(":")[0] for one in refused.value.problems]
+    assert told == [
+        "a=tag(log, interval(0, 1))",
+        "b=interval(2, 1)",
+        "c=range(5, 1, -1)",
+        "d=range(4, 4)",
+    ]
     with pytest.raises(ConfigError, match="sampler=tpee is unknown. Known: tpe, random"):
         search.study_of(space(), [], SweepConfig("score"), "tpee", 0)
 

@@ -49,7 +49,10 @@ def run_trial(raw: DictConfig) -> float | None:
     hydra = HydraConfig.get()
     sweep_dir = Path(hydra.runtime.output_dir)
     overrides = [str(line) for line in OmegaConf.to_container(hydra.overrides.task)]  # type: ignore[union-attr]
-    trial = trial_records.claim(sweep_dir, overrides)
+    try:
+        trial = trial_records.claim(sweep_dir, overrides)
+    except ConfigError as error:
+        raise TrialFailed(f"rft: {error}") from error
     try:
         config = of_trial(raw, trial.directory)
         stages = configs.stage_configs(config)

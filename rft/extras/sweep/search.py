@@ -59,7 +59,18 @@ def optuna() -> Any:
 def space_of(overrides: list[Override]) -> Space:
     """Split the command's overrides into what all trials share and what is searched."""
     fixed = [str(override.input_line) for override in overrides if not override.is_sweep_override()]
-    searched = {o.get_key_element(): _distribution(o) for o in overrides if o.is_sweep_override()}
+    searched, problems = dict[str, Any](), list[str]()
+    for override in overrides:
+        if override.is_sweep_override():
+            try:
+                searched[override.get_key_element()] = _distribution(override)
+            except (ValueError, IndexError) as error:  # Optuna's; a range in which nothing is
+                problems.append(
+                    f"{override.input_line}: there is nothing to search in this ({error}); give "
+                    "the smaller end first, and with tag(log, ...) one above 0"
+                )
+    if problems:
+        raise ConfigError(*problems)
     if not searched:
         raise ConfigError(
             "sweep=optuna has nothing to search: give at least one range, like "
@@ -98,7 +109,8 @@ def _value(distribution: Any, text: str) -> Any:
 
 
 def study_of(space: Space, trials: list[Trial], sweep: SweepConfig, sampler: str, seed: int) -> Any:
-    """A study that knows all finished and failed trials.
+    """A study that knows all finished and failed trials; one without a number, like one that
+    diverged at once, has failed, unless no trial has one.
 
     Its sampler's dice depend on how many trials there are.
     """
@@ -115,16 +127,16 @@ def study_of(space: Space, trials: list[Trial], sweep: SweepConfig, sampler: str
         else module.samplers.TPESampler(seed=dice)
     )
     study = module.create_study(direction=sweep.direction, sampler=made)
+    values = trial_records.objectives([trial for trial, _ in known], sweep)
+    states = module.trial.TrialState
     for trial, params in known:
-        state = (
-            module.trial.TrialState.COMPLETE
-            if trial.state == "finished"
-            else module.trial.TrialState.FAIL
-        )
-        value = trial_records.objective_of(trial, sweep) if trial.state == "finished" else None
+        value = values.get(trial.number)
         study.add_trial(
             module.trial.create_trial(
-                state=state, params=params, distributions=space.distributions, value=value
+                state=states.FAIL if value is None else states.COMPLETE,
+                params=params,
+                distributions=space.distributions,
+                value=value,
             )
         )
     return study

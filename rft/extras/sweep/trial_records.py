@@ -61,9 +61,14 @@ def identity(overrides: list[str]) -> list[str]:
 
 
 def read(directory: Path) -> Trial:
-    return Trial(
-        **json.loads((directory / RECORD).read_text(encoding="utf-8")), directory=directory
-    )
+    path = directory / RECORD
+    try:
+        return Trial(**json.loads(path.read_bytes()), directory=directory)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is not as it was written ({error}): put back what was there, or delete it, "
+            "and a trial of these overrides begins anew"
+        ) from error
 
 
 def trials(sweep_dir: Path) -> list[Trial]:
@@ -180,6 +185,16 @@ def objective_of(trial: Trial, sweep: SweepConfig) -> float | None:
     if sweep.value == "last":
         return values[-1]
     return max(values) if sweep.direction == "maximize" else min(values)
+
+
+def objectives(trials: list[Trial], sweep: SweepConfig) -> dict[int, float]:
+    """By number, of the trials that finished and have one. Where some have, those that have not
+    diverged before it was told; where none has, it is refused.
+    """
+    finished = [trial for trial in trials if trial.state == "finished"]
+    having = [trial for trial in finished if sweep.objective and series(trial, sweep.objective)]
+    judged = ((trial.number, objective_of(trial, sweep)) for trial in having or finished)
+    return {number: value for number, value in judged if value is not None}
 
 
 def _instead(trial: Trial, metric: str) -> str:
