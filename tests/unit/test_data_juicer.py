@@ -93,6 +93,27 @@ def test_stats_go_into_info_and_shape_rewards(tmp_path: Path, url: str) -> None:
     ]
 
 
+def test_no_proxy_stands_between_a_machine_and_itself(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def health(where: str) -> None:
+        client = JuicerClient(where, 20)
+        try:
+            await client.health()
+        finally:
+            await client.close()
+
+    asyncio.run(health(url))
+    asyncio.run(health(url.replace("127.0.0.1", "localhost")))
+    with pytest.raises(JuicerError):  # nobody is at the proxy's port
+        asyncio.run(health("http://127.0.0.1.example:5005"))
+
+
 def test_the_service_may_filter_and_order_and_score(tmp_path: Path, url: str) -> None:
     found = processed(tmp_path, DataJuicerConfig(server_url=url + "/"), {"score": {"add": 10.0}})
     assert [(one.tokens[1], one.reward) for one in found] == [(2, 12.0), (1, 11.0), (0, 10.0)], (
@@ -245,7 +266,7 @@ def test_our_service_answers_who_has_its_token_which_is_in_no_words() -> None:
     async def scenario(port: int) -> None:
         assert "401" in await said(f"http://127.0.0.1:{port}")
         assert "401" in await said(f"http://rft:another@127.0.0.1:{port}")
-        known = await said(f"http://rft:a-token@127.0.0.1:{port}")
+        known = await said(f"http://rft:a%2Dtoken@127.0.0.1:{port}")
         assert "400: there are no operators" in known and "a-token" not in known
 
     server = JuicerListener(("127.0.0.1", 0), Service)

@@ -2,6 +2,7 @@
 whole or not at all.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ import pytest
 from rft import preflight
 from rft.config import Config, ConfigError
 from rft.extras.pipeline import data_juicer, tasks
+from rft.extras.pipeline.output import digest
+from rft.extras.pipeline.task_operators import PassRateFilter
 from rft.extras.pipeline.tasks import TaskPipelineFailed, segments
 from rft.run import stages
 from rft.run.stages import StageFailed
@@ -309,6 +312,44 @@ def test_pass_rates_of_an_earlier_run_choose_tasks(assets: Path, tmp_path: Path,
     assert [(row["prompt"], row["pass_rate"]) for row in rows_of(tmp_path / "made.jsonl")] == [
         ("1 + 1", 0.5)
     ]
+
+
+def rates(path: Path) -> dict[str, float]:
+    operator = PassRateFilter(str(path))
+    asyncio.run(operator.prepare())
+    return operator.rates
+
+
+def test_pass_rates_are_those_of_responses_that_were_judged_each_once(tmp_path: Path) -> None:
+    path = tmp_path / "seen.jsonl"
+    right, wrong = {"reward": 1.0, "reward_outcome": "ok"}, {"reward_outcome": "ok"}
+    failed = {"reward": 0.0, "reward_outcome": "error"}
+    groups = [
+        {"group": 1, "prompt": "a ", "experiences": [right, wrong]},
+        {"group": 2, "prompt": "b", "experiences": [right, failed, {"reward": None}]},
+        {"group": 1, "prompt": "a ", "experiences": [right, right]},  # again after a crash
+        {"group": 1, "prompt": "of another run", "experiences": [wrong]},
+        {"prompt": [{"role": "user", "content": "c"}], "reward": 0.25},
+    ]
+    whole = "".join(json.dumps(one) + "\n" for one in groups)
+    path.write_text(whole + "\n" + whole[: len(whole) // 2].rpartition("\n")[2])
+    assert rates(path) == {"a": 1.0, "b": 1.0, "of another run": 0.0, "c": 0.25}
+    for damage in ("[1]", "{", '{"prompt": "x"}', '{"prompt": "x", "reward": null}'):
+        path.write_text(f"\n{damage}\n" + whole)
+        with pytest.raises(ValueError, match=r"seen.jsonl line 2 is no prompt with a reward"):
+            rates(path)
+
+
+def test_another_file_behind_an_argument_is_another_pipeline(
+    assets: Path, tmp_path: Path, raw: Path
+) -> None:
+    samples = tmp_path / "seen.jsonl"
+    samples.write_text('{"prompt": "a", "reward": 1}\n')
+    config = configured(assets, tmp_path, raw, [op("pass_rate_filter", samples=str(samples))])
+    before = digest(config)
+    assert digest(config) == before
+    samples.write_text('{"prompt": "a", "reward": 0}\n')
+    assert digest(config) != before
 
 
 class Judge(BaseHTTPRequestHandler):

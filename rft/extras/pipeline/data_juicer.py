@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import secrets
 import shlex
 import socket
@@ -28,6 +29,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import psutil
 
@@ -51,6 +53,8 @@ LAST_LINES = 3
 STATS = "__dj__stats__"
 TRACEBACK = "Traceback"
 NO_SESSION = 404
+# no proxy of the environment stands between this machine and itself
+HERE = re.compile(r"https?://(localhost|127\.[\d.]+|\[::1\])(:|/|$)", re.IGNORECASE)
 
 
 class JuicerError(RuntimeError):
@@ -81,7 +85,11 @@ class JuicerClient:
         scheme, _, who = who.rpartition("//")
         name, _, password = who.partition(":")
         self.url, self.timeout_s = f"{scheme}//{where}" if scheme else where, timeout_s
-        self._http = httpx.AsyncClient(timeout=timeout_s, auth=(name, password) if who else None)
+        self._http = httpx.AsyncClient(
+            timeout=timeout_s,
+            auth=(unquote(name), unquote(password)) if who else None,
+            trust_env=HERE.match(self.url) is None,
+        )
 
     async def health(self) -> None:
         await self._call("GET", "/health")

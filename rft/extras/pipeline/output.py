@@ -132,14 +132,17 @@ def inputs(config: Config) -> list[Path]:
 
 
 def digest(config: Config) -> str:
-    """Of everything that decides which rows come out: the keys, and the contents of the inputs."""
+    """Of everything that decides which rows come out: the keys, and the contents of the inputs and
+    of files that the keys name, like `config_path` and `samples`.
+    """
+    pipeline = config.data_processor.task_pipeline
     given = {
-        name: value
-        for name, value in asdict(config.data_processor.task_pipeline).items()
-        if name not in NOT_OF_THE_RESULT
+        name: value for name, value in asdict(pipeline).items() if name not in NOT_OF_THE_RESULT
     }
+    words = [pipeline.config_path, *(v for one in pipeline.operators for v in one.args.values())]
+    named = [Path(word) for word in words if isinstance(word, str) and os.path.isfile(word)]
     found = xxhash.xxh3_128(json.dumps(given, sort_keys=True, default=str).encode())
-    for file in inputs(config):
+    for file in [*inputs(config), *named]:
         with file.open("rb") as data:
             while block := data.read(2**20):
                 found.update(block)

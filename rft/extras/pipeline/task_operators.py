@@ -23,6 +23,7 @@ LLM_QUESTION = (
 )
 LLM_ANSWER = re.compile(r'"difficulty"\s*:\s*([1-5])(?:\.0+)?\b')
 LLM_RETRIES = 3
+FAILED = ("timeout", "error")  # as `Experience.failed`
 
 
 class LLMDifficulty:
@@ -234,14 +235,25 @@ class PassRateFilter:
             raise ValueError("min_rate and max_rate must be shares, the first at most the second")
 
     async def prepare(self) -> None:
-        rewards: dict[str, list[float]] = defaultdict(list)
-        with self.path.open(encoding="utf-8") as lines:
+        groups: dict[Any, list[tuple[str, float]]] = {}
+        with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                found = samples_of(json.loads(line))
-                if not found:
-                    raise ValueError(f"{self.path} line {number} has no prompt with a reward")
-                for prompt, reward in found:
-                    rewards[prompt.strip()].append(reward)
+                try:
+                    if line.strip():
+                        told = json.loads(line)
+                        # a group that ran again after a crash is there twice: the last line counts
+                        groups[group_of(told, number)] = samples_of(told)
+                except (ValueError, LookupError, TypeError, AttributeError) as error:
+                    if not line.endswith(b"\n"):  # what a killed run was about to write
+                        continue
+                    raise ValueError(
+                        f"{self.path} line {number} is no prompt with a reward, and no recorded "
+                        f"group: {type(error).__name__}: {error}"
+                    ) from error
+        rewards: dict[str, list[float]] = defaultdict(list)
+        for found in groups.values():
+            for prompt, reward in found:
+                rewards[prompt.strip()].append(reward)
         self.rates = {prompt: min(1.0, max(0.0, fmean(given))) for prompt, given in rewards.items()}
 
     def process(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -254,13 +266,20 @@ class PassRateFilter:
         return kept, {"filtered_count": len(rows) - len(kept), "unseen_count": unseen}
 
 
+def group_of(line: dict[str, Any], number: int) -> Any:
+    """What a line is of: a group of a run, or only itself."""
+    return (line["group"], line["prompt"]) if "experiences" in line else number
+
+
 def samples_of(line: dict[str, Any]) -> list[tuple[str, float]]:
-    """(prompt, reward) of one line, or of all experiences of a recorded group."""
-    if "experiences" in line:
-        return [(line["prompt"], float(made.get("reward", 0.0))) for made in line["experiences"]]
-    return (
-        [(line["prompt"], float(line["reward"]))] if "prompt" in line and "reward" in line else []
-    )
+    """(prompt, reward) of one line, or of the experiences of a recorded group, but for those whose
+    reward function failed.
+    """
+    if "experiences" not in line:
+        return [(text_of(line, "prompt"), float(line["reward"]))]
+    judged = (made for made in line["experiences"] if made.get("reward_outcome") not in FAILED)
+    told = (made.get("reward", 0.0) for made in judged)
+    return [(line["prompt"], float(reward)) for reward in told if reward is not None]
 
 
 class DropSameRows:
