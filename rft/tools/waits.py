@@ -148,6 +148,7 @@ JuicerServer._start_at | the same | none: `start_timeout` of its caller | -
 free_port | its own connection | `ANSWER_S` | the start fails
 extras/pipeline/task_operators.py
 LLMDifficulty.process | its own requests | 0: they have ended, each within `request_timeout` | -
+LLMDifficulty._score | a busy server | what it asks for, `MOST_PAUSE_S` at most | asked again
 extras/pipeline/worker_process.py
 OperatorProcess.close | operators close | `CLOSE_S` | killed
 OperatorProcess._ask | an operator's answer | `timeout_s`; its start `START_S` | killed; the \

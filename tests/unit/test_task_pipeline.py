@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -19,7 +20,7 @@ from rft import preflight
 from rft.config import Config, ConfigError
 from rft.extras.pipeline import data_juicer, tasks
 from rft.extras.pipeline.output import digest
-from rft.extras.pipeline.task_operators import PassRateFilter
+from rft.extras.pipeline.task_operators import LLMDifficulty, PassRateFilter
 from rft.extras.pipeline.tasks import TaskPipelineFailed, segments
 from rft.run import stages
 from rft.run.stages import StageFailed
@@ -393,6 +394,43 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.server_close()
 
 
+def test_a_busy_server_is_asked_again_later_and_half_numbers_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def said(words: str) -> httpx.Response:
+        return httpx.Response(200, json={"choices": [{"message": {"content": words}}]})
+
+    def lost(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    answers = [
+        httpx.Response(429, headers={"Retry-After": "7"}),
+        httpx.Response(503),
+        lost,
+        said('{"difficulty": 3.5}'),
+        said('{"difficulty": 45}'),
+        httpx.Response(404),
+        said('{"difficulty": 4.0}'),
+    ]
+    pauses = []
+
+    async def noted(seconds: float) -> None:
+        pauses.append(seconds)
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        answer = answers.pop(0)
+        return answer(request) if callable(answer) else answer
+
+    async def scored() -> float:
+        operator = LLMDifficulty("judge", ["q"], api_endpoint="http://judge", retries=6)
+        await operator.prepare()
+        monkeypatch.setattr(asyncio, "sleep", noted)
+        async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as operator.client:
+            return await operator._score({"q": "1 + 1"})
+
+    assert asyncio.run(scored()) == 0.8 and pauses == [7.0, 2.0, 4.0] and not answers
+
+
 def test_a_language_model_scores_difficulty(assets: Path, tmp_path: Path, judge: str) -> None:
     """As the reference's example has it; keys of the environment reach the endpoint and no file."""
     scored = op(
@@ -443,6 +481,8 @@ def test_operators_of_data_juicer_are_its_services(
     )
     stages.ready([config], 0, preflight.check)
     made = rows_of(tmp_path / "made.jsonl")
+    note = json.loads((tmp_path / "made.jsonl.pipeline.json").read_text())
+    assert (note["rows_in"], note["operators"]) == (200, [["data_juicer", len(made)]])
     assert len(made) == sum(len(row["prompt"]) < 6 for row in rows_of(raw)) and set(made[0]) == {
         "prompt",
         "response",

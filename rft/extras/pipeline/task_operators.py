@@ -21,8 +21,10 @@ LLM_QUESTION = (
     "(trivial) to 5 (only an expert "
     'solves it). Answer with JSON only: {{"difficulty": N}}.\n\n{task}'
 )
-LLM_ANSWER = re.compile(r'"difficulty"\s*:\s*([1-5])(?:\.0+)?\b')
+LLM_ANSWER = re.compile(r'"difficulty"\s*:\s*([1-5])(?:\.0+)?(?![\d.])')
 LLM_RETRIES = 3
+BUSY = (408, 429)  # of HTTP, beside 5xx: later it may answer
+MOST_PAUSE_S = 60.0  # that a server may ask for
 FAILED = ("timeout", "error")  # as `Experience.failed`
 
 
@@ -35,7 +37,7 @@ class LLMDifficulty:
     The model `api_or_hf_model` is asked through an OpenAI-compatible endpoint: `api_endpoint`, else
     $OPENAI_BASE_URL, with the key in the variable that `api_key_env` names. It is shown the columns
     `input_keys` under the names `field_names`. An answer that is none is asked for again, `retries`
-    times; then the pipeline fails, and no row is guessed.
+    times, of a server that is busy a little later; then the pipeline fails, and no row is guessed.
     """
 
     def __init__(
@@ -108,8 +110,6 @@ class LLMDifficulty:
         return kept, {"filtered_count": len(rows) - len(kept), **mean}
 
     async def _score(self, row: dict[str, Any]) -> float:
-        import httpx
-
         task = "\n".join(
             f"{name}: {text_of(row, key)}" for key, name in zip(self.keys, self.names, strict=True)
         )
@@ -119,21 +119,37 @@ class LLMDifficulty:
             "temperature": 0.0,
         }
         said = ""
-        for _ in range(self.retries + 1):
-            async with self.free:
-                try:
-                    answer = await self.client.post(self.url, json=question)
-                    answer.raise_for_status()
-                    said = str(answer.json()["choices"][0]["message"]["content"])
-                except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-                    said = f"{type(error).__name__}: {error}"
-                    continue
-            if found := LLM_ANSWER.search(said):
+        for tried in range(self.retries + 1):
+            said, pause = await self._ask(question, 2.0**tried)
+            if pause is None and (found := LLM_ANSWER.search(said)):
                 return int(found[1]) / 5
+            if pause and tried < self.retries:
+                await asyncio.sleep(pause)
         raise RuntimeError(
             f"{self.model} at {self.url} gave no difficulty in {self.retries + 1} tries; last: "
             f"{said[:200]!r}"
         )
+
+    async def _ask(self, question: dict[str, Any], pause: float) -> tuple[str, float | None]:
+        """The model's words, and None; or why there are none, and the seconds to wait before it is
+        asked again: what a busy server asks for, or else `pause`.
+        """
+        import httpx
+
+        async with self.free:
+            try:
+                answer = await self.client.post(self.url, json=question)
+                answer.raise_for_status()
+                return str(answer.json()["choices"][0]["message"]["content"]), None
+            except httpx.HTTPStatusError as error:
+                code, after = error.response.status_code, error.response.headers.get("Retry-After")
+                if after and after.isdecimal():
+                    pause = min(float(after), MOST_PAUSE_S)
+                return str(error), pause if code in BUSY or code >= 500 else 0.0
+            except httpx.HTTPError as error:
+                return f"{type(error).__name__}: {error}", pause
+            except (ValueError, LookupError, TypeError) as error:
+                return f"{type(error).__name__}: {error}", 0.0
 
 
 class DifficultyFilter:
