@@ -161,9 +161,9 @@ class Wandb:
             mode=mode,
             settings=settings,
             config=RunRecord(job_dir).flattened_config(),
-            # a resumed job is the same run
+            # a resumed job is the same run; offline `wandb sync` appends, or lets it begin anew
             id=hashlib.sha256(str(job_dir.resolve()).encode()).hexdigest()[:16],
-            resume="allow" if mode == "online" else None,
+            resume="allow" if mode == "online" or resume_step > 0 else None,
             **{key: value for key, value in of_run.items() if value is not None},
         )
         # ours, so an evaluation may be logged after its step

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+import struct
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -510,6 +511,40 @@ def test_wandb_runs_offline_inside_the_job_and_writes_no_key(
     assert any(path.suffix == ".wandb" and job in path.parents for path in written)
     assert not [path for path in written if key.encode() in path.read_bytes()]
     assert key not in "".join(os.environ.values())
+
+
+def runs_told(path: Path) -> list[Any]:
+    """What W&B's file, LevelDB's log behind a header of 7 bytes, says of its run."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, made, found = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if (left := 2**15 - at % 2**15) < 7:  # the end of a block
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        made, at = made + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            record, made = Record.FromString(made), b""
+            found += [record.run] if record.HasField("run") else []
+    return found
+
+
+def test_wandb_lets_a_sync_append_what_a_resumed_run_has_told_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sent as runs of their own, the second would be written over the first's lines."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    job, told = tmp_path / "job", {}
+    for resume_step in (0, 2):
+        config = MonitorConfig(monitor_type="wandb")
+        with sinks.build(config, job, "p", "run", 5, resume_step, io.StringIO()) as monitor:
+            monitor.log({"reward/mean": 0.5}, resume_step + 1)
+        for path in set((job / "wandb").glob("offline-run-*/*.wandb")) - set(told):
+            told[path] = [(run.run_id, run.resume) for run in runs_told(path)]
+    (first,), (second,) = told.values()
+    assert first[0] == second[0] and (first[1], second[1]) == (False, True)
 
 
 def test_a_markdown_table_escapes_what_breaks_it() -> None:
