@@ -221,7 +221,8 @@ def test_a_trial_is_known_by_its_overrides_in_any_order(tmp_path: Path) -> None:
         trial_records.claim(tmp_path, ["b=2", "a=1"]).directory == first.directory == tmp_path / "0"
     )
     assert trial_records.claim(tmp_path, ["a=1", "b=3"]).number == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"], "no draft is left"
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [trial_records.CLAIMING, "0", "1"], "no draft is left"
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"state": "finished"}', '{"overrides": [], "x": 1}'])
@@ -246,6 +247,24 @@ def test_trials_that_start_at_once_get_numbers_of_their_own(tmp_path: Path) -> N
 
     with ThreadPoolExecutor(8) as pool:
         assert sorted(pool.map(claim, range(8))) == list(range(8))
+
+
+def test_starts_at_once_with_the_same_overrides_are_one_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barrier = threading.Barrier(8)
+
+    def claim(number: int) -> int:
+        barrier.wait()
+        return trial_records.claim(tmp_path, ["a=1", "b=2"][:: 1 if number % 2 else -1]).number
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(claim, range(8))) == {0}
+    held = durable.lock(tmp_path / trial_records.CLAIMING)
+    monkeypatch.setattr(trial_records, "CLAIM_S", 0.0)
+    with pytest.raises(ConfigError, match="claim.lock is held by another start"):
+        trial_records.claim(tmp_path, ["a=2"])
+    os.close(held)  # type: ignore[arg-type]
 
 
 def test_a_trial_that_nobody_runs_is_interrupted(tmp_path: Path) -> None:

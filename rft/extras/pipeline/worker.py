@@ -115,6 +115,7 @@ class Worker:
     def _received(self, work: Work) -> list[Experience]:
         experiences = decode(work.payload, list[Experience])
         if self.recorder is not None:
+            self._enter("save_input")
             self.recorder.write(work.group, work.prompt, experiences)
         for experience, texts in zip(experiences, work.texts, strict=True):
             experience.info |= dict(zip(TEXTS, texts, strict=True))

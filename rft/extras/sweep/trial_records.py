@@ -24,7 +24,8 @@ from rft.config import ConfigError, SweepConfig
 from rft.ground import durable
 from rft.monitor.run_record import RunRecord
 
-RECORD, LOCK = "trial.json", "trial.lock"
+RECORD, LOCK, CLAIMING = "trial.json", "trial.lock", ".claim.lock"
+CLAIM_S = 30.0  # for another start to find its trial's directory
 CHOICES = {"value": ("last", "best"), "direction": ("maximize", "minimize")}  # of the objective
 # how trials are chosen and judged does not change what a trial does
 NOT_OF_THE_RUN = ("sweep=", "sweep.", "+sweep=")
@@ -82,6 +83,20 @@ def trials(sweep_dir: Path) -> list[Trial]:
 def claim(sweep_dir: Path, overrides: list[str]) -> Trial:
     """The trial of these overrides; a new one takes the next free number."""
     sweep_dir.mkdir(parents=True, exist_ok=True)
+    # two that start at once with the same overrides are one trial
+    descriptor = durable.lock(sweep_dir / CLAIMING, wait_s=CLAIM_S)
+    if descriptor is None:
+        raise ConfigError(
+            f"{sweep_dir / CLAIMING} is held by another start of this sweep for {CLAIM_S:g} s: "
+            "does it hang?"
+        )
+    try:
+        return _claimed(sweep_dir, overrides)
+    finally:
+        os.close(descriptor)
+
+
+def _claimed(sweep_dir: Path, overrides: list[str]) -> Trial:
     known = trials(sweep_dir)
     for trial in known:
         if identity(trial.overrides) == identity(overrides):
@@ -92,7 +107,7 @@ def claim(sweep_dir: Path, overrides: list[str]) -> Trial:
     Trial(overrides, directory=draft).write()
     while True:
         try:
-            # fails where a trial that starts beside this one was faster
+            # fails where a directory is that has lost its record
             draft.rename(sweep_dir / str(number))
         except OSError:
             if not (sweep_dir / str(number)).exists():
