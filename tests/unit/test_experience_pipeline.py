@@ -211,6 +211,9 @@ def test_what_came_in_can_be_read_back_and_gives_the_same_again(tmp_path: Path) 
     assert found[0].experiences == groups[1], "as it was before any operator"
     assert all(json.loads(line) for line in path.read_text().splitlines())
     assert asyncio.run(run([one.experiences for one in found]))[0] == []
+    for place, why in (("/dev/full", "No space left"), (str(tmp_path), "IsADirectoryError")):
+        with pytest.raises(OperatorFailed, match=f"operator save_input: .*{why}"):
+            asyncio.run(run(groups, save_input=True, input_save_path=place))
 
 
 class Endless(ListedTasks):

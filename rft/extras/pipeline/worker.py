@@ -87,6 +87,7 @@ class Worker:
             self._enter(name)
             await call(operator, "prepare")
         if setup.record is not None:
+            self._enter("save_input")
             self.recorder = GroupRecorder(setup.record)
         return WorkerReady()
 
