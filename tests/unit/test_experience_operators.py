@@ -151,6 +151,22 @@ def test_truncated_responses_teach_nothing_and_stay() -> None:
     }
 
 
+@pytest.mark.parametrize("outcome", ["error", "timeout"])
+def test_a_reward_that_failed_is_no_outcome(outcome: Any) -> None:
+    """Whose place in a mean, a spread or a comparison 0 would take."""
+    right, failed = made(1.0, 1.0), made(0.0, reward_outcome=outcome)
+    group, metrics = apply("pass_rate_calculator", right + failed)
+    assert metrics["selection/pass_rate"] == 1 and [e.info["pass_rate"] for e in group] == [1.0] * 3
+    for name in ("reward_std_filter", "dapo_dynamic_sampling"):
+        kept, metrics = apply(name, right + failed)
+        assert kept == [] and metrics["filtered_count"] == 3, f"{name}: the others are equal"
+        assert len(apply(name, made(1.0, 0.0) + failed)[0]) == 3
+        assert apply(name, failed)[0] == []
+    assert metrics["dropped_all_correct_count"] == 3
+    group, metrics = apply("pass_rate_calculator", made(0.0, reward_outcome=outcome))
+    assert len(group) == 1 and metrics == {} and "pass_rate" not in group[0].info
+
+
 def test_pass_rates_are_told_and_written_down() -> None:
     group, metrics = apply("pass_rate_calculator", made(0.0, 1.0, 1.0, 0.0))
     assert [one.info["pass_rate"] for one in group] == [0.5] * 4

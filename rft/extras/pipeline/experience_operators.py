@@ -97,7 +97,7 @@ class RewardStdFilter:
     """reward_std_filter: drop groups whose rewards say too little.
 
     Drop a group whose rewards have a (population) standard deviation of at most `threshold`; a
-    group of one has none.
+    group of one has none. A reward whose function failed is none.
     """
 
     def __init__(self, threshold: float = 0.0) -> None:
@@ -106,16 +106,16 @@ class RewardStdFilter:
             raise ValueError("threshold must be 0 or more")
 
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-        rewards = [experience.reward for experience in experiences]
+        rewards = [experience.reward for experience in experiences if has_reward(experience)]
         if len(rewards) < 2:
-            return [], {"filtered_count": len(rewards)}
+            return [], {"filtered_count": len(experiences)}
         spread = pstdev(rewards)
         kept = experiences if spread > self.threshold else []
         metrics = {
             "origin_group_advantages/reward_mean": fmean(rewards),
             "origin_group_advantages/reward_std": spread,
         }
-        return kept, {"filtered_count": len(rewards) - len(kept), **metrics}
+        return kept, {"filtered_count": len(experiences) - len(kept), **metrics}
 
 
 class DynamicSampling:
@@ -129,7 +129,7 @@ class DynamicSampling:
     Keep a group only if its outcomes differ. The outcome of a response is `metrics[metric_key]`,
     else its reward: shaping that came before does not count where a reward function tells its
     accuracy. With `correct_threshold`, an outcome above it is right and any other wrong; without,
-    outcomes are compared as they are.
+    outcomes are compared as they are. A response whose reward function failed has none.
     """
 
     def __init__(
@@ -140,7 +140,9 @@ class DynamicSampling:
 
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
         outcomes = [
-            experience.metrics.get(self.metric_key, experience.reward) for experience in experiences
+            experience.metrics.get(self.metric_key, experience.reward)
+            for experience in experiences
+            if has_reward(experience)
         ]
         border = 0.0 if self.threshold is None else self.threshold
         differ = (
@@ -155,7 +157,7 @@ class DynamicSampling:
                 "dropped_all_correct_count": 0,
                 "dropped_all_wrong_count": 0,
             }
-        right = count > 0 and outcomes[0] > border
+        right = bool(outcomes) and outcomes[0] > border
         return [], {
             "filtered_count": count,
             "dropped_all_correct_count": count if right else 0,
@@ -181,16 +183,17 @@ class PassRate:
     """pass_rate_calculator: how often the policy solves a task.
 
     Write the mean reward of the group into `info.pass_rate` of its experiences, where operators
-    after it find it.
+    after it find it. Rewards whose function failed are not in it; where all have, there is none.
 
     Its metrics are means over groups: `selection/valid_ratio` is the share of tasks that are solved
     sometimes and not always.
     """
 
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-        if not experiences:
+        rewards = [experience.reward for experience in experiences if has_reward(experience)]
+        if not rewards:
             return experiences, {}
-        rate = fmean(experience.reward for experience in experiences)
+        rate = fmean(rewards)
         for experience in experiences:
             experience.info["pass_rate"] = rate
         return experiences, {
