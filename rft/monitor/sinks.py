@@ -154,18 +154,25 @@ class Wandb:
             silent=mode != "online", console="off", x_disable_meta="api_key" in secret, **secret
         )
         job_dir.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            dir=str(job_dir),
-            mode=mode,
-            settings=settings,
-            config=RunRecord(job_dir).flattened_config(),
-            # a resumed job is the same run; offline `wandb sync` appends, or lets it begin anew
-            id=hashlib.sha256(str(job_dir.resolve()).encode()).hexdigest()[:16],
-            resume="allow" if mode == "online" or resume_step > 0 else None,
-            **{key: value for key, value in of_run.items() if value is not None},
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                dir=str(job_dir),
+                mode=mode,
+                settings=settings,
+                config=RunRecord(job_dir).flattened_config(),
+                # a resumed job is the same run; offline `wandb sync` appends, or lets it begin anew
+                id=hashlib.sha256(str(job_dir.resolve()).encode()).hexdigest()[:16],
+                resume="allow" if mode == "online" or resume_step > 0 else None,
+                **{key: value for key, value in of_run.items() if value is not None},
+            )
+        except wandb.errors.Error as error:  # no key, a wrong one, or nobody answers
+            raise ConfigError(
+                f"monitor.monitor_args.mode={mode}: W&B does not begin a run "
+                f"({' '.join(str(error).split())}): set WANDB_API_KEY, and "
+                "monitor.monitor_args.base_url for a server of your own, or take mode=offline"
+            ) from error
         # ours, so an evaluation may be logged after its step
         self._run.define_metric("*", step_metric="step")
 

@@ -513,6 +513,17 @@ def test_wandb_runs_offline_inside_the_job_and_writes_no_key(
     assert key not in "".join(os.environ.values())
 
 
+def test_wandb_without_a_key_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    config = MonitorConfig(monitor_type="wandb", monitor_args={"mode": "online"})
+    with pytest.raises(ConfigError, match="monitor_args.mode=online: .*No API key.*mode=offline"):
+        sinks.build(config, tmp_path / "job", "p", "run", 5, 0, io.StringIO())
+
+
 def runs_told(path: Path) -> list[Any]:
     """What W&B's file, LevelDB's log behind a header of 7 bytes, says of its run."""
     from wandb.proto.wandb_internal_pb2 import Record
