@@ -66,8 +66,8 @@ def refused(command: str) -> str:
     if not command:
         return USAGE
     near = difflib.get_close_matches(command, ["train", *TOOLS], n=1)
-    hint = f"; did you mean `rft {near[0]}`?" if near else ""
-    return f"rft: unknown command `{command}`{hint} `rft --help` has them all"
+    hint = f"did you mean `rft {near[0]}`? " if near else ""
+    return f"rft: unknown command `{command}`; {hint}`rft --help` has them all"
 
 
 def loaded(module: str, command: str) -> Any:

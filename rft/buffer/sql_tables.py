@@ -9,6 +9,8 @@ made, or converted, in one transaction.
 import re
 import sqlite3
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sql
@@ -170,10 +172,26 @@ def _unusable(why: str) -> ConfigError:
     )
 
 
-def check_database(config: ExperienceBufferConfig, at_start: bool = True) -> None:
+def _absent(engine: Engine, config: ExperienceBufferConfig) -> Iterator[str]:
+    """Why there is nothing to read. Asking SQLite would make the file."""
+    where, known = shown(str(config.path)), list[str]()
+    if engine.dialect.name == "sqlite" and not Path(str(engine.url.database)).is_file():
+        yield f"{where}: there is no such file; give the URL of a run's database"
+        return
+    with engine.connect() as db:
+        if sql.inspect(db).has_table("rft_buffers"):
+            known = list(db.scalars(sql.select(Tables(config.name).buffers.c.name)))
+    if config.name not in known:
+        there = f"it has {', '.join(known)}" if known else "no run has stored anything there"
+        yield f"{where}: there is no buffer {config.name}: {there}"
+
+
+def check_database(
+    config: ExperienceBufferConfig, at_start: bool = True, to_read: bool = False
+) -> None:
     """Refuse, before anything starts, a database that does not answer or holds something else.
 
-    `at_start`: it may be asked.
+    `at_start`: it may be asked; `to_read`: what it has not is not made, but refused as well.
     """
     problems = []
     if not config.path:
@@ -191,6 +209,8 @@ def check_database(config: ExperienceBufferConfig, at_start: bool = True) -> Non
         return
     engine = connect(config.path)
     try:
+        if to_read:
+            refuse_all(_absent(engine, config))
         create(engine, Tables(config.name))
     except sql.exc.SQLAlchemyError as error:
         cause = redact.text(str(getattr(error, "orig", None) or error).strip().splitlines()[0])

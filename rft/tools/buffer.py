@@ -81,7 +81,7 @@ def from_database(url: str, name: str) -> Iterator[StoredGroup]:
     from rft.buffer.sql_turns import stored
     from rft.config import ExperienceBufferConfig
 
-    check_database(ExperienceBufferConfig(storage_type="sql", name=name, path=url))
+    check_database(ExperienceBufferConfig(storage_type="sql", name=name, path=url), to_read=True)
     engine = connect(url)
     try:
         with engine.connect() as connection:

@@ -43,7 +43,7 @@ def find_model(text: str) -> Path:
         raise InputError(
             f"{path}: no exported model here yet; a run exports at its end and with every "
             f"checkpoint by trainer.save_hf_checkpoint=always, and now by "
-            f"`rft ckpt export {path} DIRECTORY --to huggingface`"
+            f"`rft ckpt export {path} DIRECTORY --to hf`"
         )
     if len(found) > 1:
         raise InputError(f"{path} holds {len(found)} runs, give one: {', '.join(map(str, found))}")

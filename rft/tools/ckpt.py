@@ -541,8 +541,10 @@ def export(options: argparse.Namespace) -> int:
     write = {"hf": convert.to_hf, "torch_dist": convert.to_torch_dist}[options.to]
     if write(run, name, options.model, target, progress):
         print(f"{run.where}/{name} exported to {target}")
-    else:
+    elif convert.is_export(target):
         print(f"{target} is there already, nothing was done")
+    else:
+        raise InputError(f"{target} is there already, and is no export: give a path that is new")
     return 0
 
 

@@ -56,9 +56,7 @@ def to_torch_dist(run: Run, name: str, model: str | None, target: Path, progress
         progress(f"{name} to torch_dist", _weight_bytes(run, name)) as seen,
     ):
         if checkpoint.manifest.about.get("adapter"):
-            raise InputError(
-                f"{run.where}/{name} holds an adapter (LoRA) only: export it --to huggingface"
-            )
+            raise InputError(f"{run.where}/{name} holds an adapter (LoRA) only: export it --to hf")
         hf_export.plan(checkpoint, hf)
         with hf_export.draft_of(target, disk) as draft:
             torch_dist.write(
@@ -71,6 +69,11 @@ def to_torch_dist(run: Run, name: str, model: str | None, target: Path, progress
             )
             hf_export.publish(draft, target, disk)
     return True
+
+
+def is_export(target: Path) -> bool:
+    """Whether a model lies there, of either format."""
+    return (target / "config.json").is_file() or torch_dist.is_torch_dist(target)
 
 
 def whole(checkpoint: Checkpoint, key: str) -> Tensor:
@@ -187,6 +190,10 @@ def import_(
     progress: Progress,
 ) -> tuple[str, str]:
     """(name of the new checkpoint, what was taken over)."""
+    if step is not None and step < 0:
+        raise InputError(f"--step {step}: steps are counted from 0")
+    if job.exists() and not job.is_dir():
+        raise InputError(f"{job} is a file: give the directory of a run, which may be new")
     storage = open_storage(job / "checkpoints")
     present = catalog.list_entries(storage)
     if present and step is None:

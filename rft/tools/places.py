@@ -42,7 +42,7 @@ def find_run(text: str) -> Run:
     if "://" in text:
         return Run(_opened(text), None)
     path = Path(text).resolve()
-    if not path.exists():
+    if not path.is_dir():
         raise InputError(f"{text}: no such directory")
     if _holds_checkpoints(path):
         return Run(_opened(path), path.parent)

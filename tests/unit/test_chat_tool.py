@@ -1,13 +1,14 @@
 """`rft chat`: which model is meant, and a conversation with a real (small, random) one."""
 
 import io
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rft.tools import chat, toy
+from rft.tools import chat, ckpt, toy
 from rft.tools.places import InputError
 
 
@@ -56,6 +57,7 @@ def test_what_is_no_model_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert talked(monkeypatch, "", str(tmp_path)) == 1
-    assert "rft ckpt export" in capsys.readouterr().err
+    advised = re.search("`rft ckpt (export .*?)`", capsys.readouterr().err)
+    assert advised and ckpt._parser().parse_args(advised[1].split()).to == "hf"
     assert talked(monkeypatch, "", str(tmp_path / "nowhere")) == 1
     assert "nowhere: no such directory" in capsys.readouterr().err

@@ -243,9 +243,23 @@ def test_export_to_hugging_face(job: Path, model: Path, capsys: Said) -> None:
     )
     assert main(["export", f"{job}@3", str(target)]) == 0
     assert "is there already" in capsys.readouterr().out
+    (job / "file").touch()
+    assert main(["export", f"{job}@3", str(job / "file")]) == 2 == main(["export", str(job), "."])
+    assert capsys.readouterr().err.count("is no export: give a path that is new") == 2
     flip(job, 12)
     assert main(["export", str(job), str(job / "bad")]) == 1
     assert not (job / "bad").exists() and "chunk 0" in capsys.readouterr().err
+
+
+def test_what_an_import_cannot_be(job: Path, model: Path, tmp_path: Path, capsys: Said) -> None:
+    new = tmp_path / "new"
+    assert main(["import", str(model), str(new), "--step", "-3"]) == 2 and not new.exists()
+    assert "--step -3: steps are counted from 0" in capsys.readouterr().err
+    new.touch()
+    for words in (["import", str(model), str(new)], ["ls", str(new)], ["show", str(new)]):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "Errno" not in said and ("is a file" in said or "no such directory" in said)
 
 
 def test_there_and_back(job: Path, model: Path, tmp_path: Path, capsys: Said) -> None:

@@ -45,7 +45,11 @@ def test_help_is_an_answer_and_has_every_word() -> None:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [((), "usage: rft COMMAND"), (("chekpt",), "did you mean `rft ckpt`?"), (("zzz",), "--help")],
+    [
+        ((), "usage: rft COMMAND"),
+        (("chekpt",), "did you mean `rft ckpt`?"),
+        (("zzz",), "`zzz`; `rft --help`"),
+    ],
 )
 def test_a_word_that_there_is_not(words: tuple[str, ...], said: str) -> None:
     done = rft(*words)

@@ -5,6 +5,7 @@ and trained on.
 import asyncio
 import json
 import random
+import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -128,6 +129,16 @@ def test_dump_writes_what_a_journal_or_a_database_has(
         assert tool.main(["dump", source, "-o", str(out)]) == 0
         assert list(experience_file.read(out)) == groups
     assert capsys.readouterr().out.count("3 groups") == 2
+    assert tool.main(["dump", url, "-o", str(out), "--name", "other"]) == 1
+    assert "no buffer other: it has experience_buffer" in capsys.readouterr().err
+    assert tool.main(["dump", f"{url}x", "-o", str(out)]) == 1
+    assert "b.dbx: there is no such file" in capsys.readouterr().err
+    assert not (tmp_path / "b.dbx").exists(), "who reads makes nothing"
+    sqlite3.connect(tmp_path / "b.dbx").executescript("create table mine (a)")
+    assert tool.main(["dump", f"{url}x", "-o", str(out)]) == 1
+    assert "no run has stored anything there" in capsys.readouterr().err
+    found = sqlite3.connect(tmp_path / "b.dbx").execute("select name from sqlite_master")
+    assert found.fetchall() == [("mine",)]
 
 
 @pytest.mark.parametrize(
