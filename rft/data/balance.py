@@ -22,6 +22,16 @@ CLOSE_ENOUGH = 1e-3  # of the mean: groups that differ by less are not refined f
 EVEN = 1.02  # dearest rank / mean: shared rows are parted only where it is more
 
 
+def projected(dims: Dims) -> int:
+    """Multiply-adds of a token in the projections of one layer's attention."""
+    if "mla" not in dims.features:
+        return 2 * dims.hidden * dims.head_size * (dims.heads + dims.groups)
+    names = ("q_a_proj", "q_b_proj") if dims.latent.query else ("q_proj",)
+    names += ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    shapes = [dims.latent.shape(f"{name}.weight", dims) for name in names]
+    return sum(rows * columns for rows, columns in shapes)
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a sequence of n tokens costs: linear * n + attention * n^2, in FLOPs of one forward
@@ -52,12 +62,7 @@ class Cost:
         hidden, layers, heads, size = dims.hidden, dims.layers, dims.heads, dims.head_size
         mixed = sum(dims.has_experts(layer) for layer in range(layers))
         chosen = int(hf["num_experts_per_tok"]) if mixed else 0
-        attention = 4 * hidden * size * (heads + dims.groups)
-        if "mla" in dims.features:
-            names = ("q_a_proj", "q_b_proj") if dims.latent.query else ("q_proj",)
-            names += ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-            shapes = [dims.latent.shape(f"{name}.weight", dims) for name in names]
-            attention = 2 * sum(rows * columns for rows, columns in shapes)
+        attention = 2 * projected(dims)
         gate = 2 * hidden * ("gated_shared" in dims.features)
         experts = 6 * hidden * (dims.expert_ffn * chosen + dims.shared_ffn) + gate
         linear = layers * attention + (layers - mixed) * 6 * hidden * dims.ffn

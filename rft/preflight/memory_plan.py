@@ -27,10 +27,11 @@ from math import prod
 from typing import Any
 
 from rft.algorithm import recipe
-from rft.config import Config
+from rft.config import Config, RolloutModelConfig
 from rft.config.layout import BASES, HELD, lora_of, stored_bytes
 from rft.ground.adapters import Lora, adapter_names
 from rft.ground.device import tile_columns
+from rft.ground.families import window_of, windowed
 from rft.ground.names import (
     DTYPES,
     ITEM_BYTES,
@@ -224,6 +225,18 @@ def logits(dims: Dims, config: Config, tokens: int) -> int:
     columns = min(dims.padded_vocab(tp) // tp, tile_columns(config.device, tokens))
     item = ITEM_BYTES[DTYPES[str(config.trainer.dtype)]]
     return tokens * (columns * (8 + item) + WIDE * 4 * dims.hidden)
+
+
+def cached_bytes(hf: dict[str, Any], rollout: RolloutModelConfig, tokens: float) -> int:
+    """Keys and values of a sequence on one of an engine's workers. They share out heads, at least
+    one each; latent attention has one row for all heads, which every worker holds.
+    """
+    dims, workers = Dims.of(hf), rollout.tensor_parallel_size
+    row = dims.latent.key_value + dims.latent.rope
+    row = row or 2 * -(-dims.groups // workers) * dims.head_size
+    seen = min(tokens, window_of(hf) or tokens)
+    kept = sum(seen if short else tokens for short in windowed(hf) or [1] * dims.layers)
+    return int(row * kept * ITEM_BYTES[DTYPES[str(rollout.dtype)]])
 
 
 @dataclass(frozen=True)

@@ -160,12 +160,25 @@ def measured(dtype: str, threads: int, cores: int, again: bool = False) -> Figur
     """Of one rank of this machine while every core computes; from the cache unless `again`."""
     file = cache()
     key = f"{socket.gethostname()} {cores} cores, {threads} threads, {dtype}, form {FORM}"
-    known = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    known = remembered(file)
     if again or key not in known:
         known[key] = _measure(dtype, threads, cores)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        put(file, json.dumps(known, indent=1))
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            put(file, json.dumps(known, indent=1))
+        except OSError as error:
+            said = f"{file} cannot be written ({error.strerror}): the next plan measures again"
+            print(f"rft plan: {said}; XDG_CACHE_HOME names another place", file=sys.stderr)
     return Figures(**known[key])
+
+
+def remembered(file: Path) -> dict[str, Any]:
+    """What was measured before; a file that somebody else has left half is measured anew."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def cache() -> Path:

@@ -16,7 +16,7 @@ from rft.config import Config, MegatronConfig
 from rft.config.layout import check_layout
 from rft.ground.errors import problems_of
 from rft.ground.names import Dims, read_hf_config
-from rft.preflight.memory_plan import MemoryPlan, gigabytes, on_host, plan
+from rft.preflight.memory_plan import MemoryPlan, cached_bytes, gigabytes, on_host, plan
 from rft.tools.figures import Figures
 from rft.tools.fit import FULL
 from rft.tools.step_time import Seconds, StepTime
@@ -168,11 +168,14 @@ class Search:
             return ""
         share = float(rollout.gpu_memory_utilization or FULL) * site.figures.memory
         weights = plan(self.config).engine_weights
-        if weights + ENGINE_BESIDE <= share:
+        longest = int(self.config.model.max_model_len or 0)
+        cached = cached_bytes(self.hf, rollout, longest)
+        if weights + ENGINE_BESIDE + cached <= share:
             return ""
         return (
-            f"an engine's card holds {gigabytes(weights)} of weights and about "
-            f"{gigabytes(ENGINE_BESIDE)} beside them, and may use {gigabytes(share)}: raise "
+            f"an engine's card holds {gigabytes(weights)} of weights, about "
+            f"{gigabytes(ENGINE_BESIDE)} beside them and, of one sequence of {longest:,} tokens, "
+            f"{gigabytes(cached)} of keys and values, and may use {gigabytes(share)}: raise "
             "explorer.rollout_model.tensor_parallel_size"
         )
 
@@ -204,8 +207,9 @@ def per_host(config: Config, memory: MemoryPlan, site: Site) -> dict[str, int]:
     training = replace(config, mode="train", trainer=replace(config.trainer, num_ranks=ranks))
     sides = [on_host(training, memory, on_cpu=False)]
     if config.mode == "both":
-        engines = max(1, site.per_node // rollout.tensor_parallel_size)
-        model = replace(rollout, engine_num=min(engines, int(rollout.engine_num or 1)))
+        workers = min(site.per_node, rollout.tensor_parallel_size)  # of a wider one, those here
+        engines = min(site.per_node // workers, int(rollout.engine_num or 1))
+        model = replace(rollout, engine_num=engines, tensor_parallel_size=workers)
         explorer = replace(config.explorer, rollout_model=model)
         generating = replace(config, mode="explore", explorer=explorer)
         sides.append(on_host(generating, memory, on_cpu=False))

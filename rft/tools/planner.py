@@ -17,7 +17,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ from rft.config import TRAINING, Config, ConfigError, is_remote
 from rft.config import file as config_file
 from rft.ground.errors import refuse, refuse_all
 from rft.ground.host_memory import available
-from rft.ground.names import DTYPES, ITEM_BYTES, Dims
+from rft.ground.names import DTYPES, ITEM_BYTES
 from rft.ground.plugins import imported
 from rft.preflight.fill import fill_config
 from rft.preflight.inputs_models import MODELS
-from rft.preflight.memory_plan import gigabytes, listed, plan
+from rft.preflight.memory_plan import cached_bytes, gigabytes, listed, plan
 from rft.preflight.rules import Refusals
 from rft.run import cards
 from rft.tools import config as config_tool
@@ -46,6 +46,7 @@ PER_NODE = 8
 HOST_GB = 1000.0
 DECODED = 0.5  # of a memory's bandwidth, while engines decode
 SHOWN = 5  # layouts
+LEAST = {"host": 1.0, "network": 0.001, "length": 2.0, "prompt": 0.0}  # of these options
 UNSET = "is not set: give it a value"
 PARTS = {
     "compute": "compute",
@@ -107,10 +108,18 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     options, words = parser().parse_known_args(argv)
     try:
+        refuse_all(wrong_numbers(options))
         with tempfile.TemporaryDirectory() as directory:
             return plan_words(words, options, Path(directory))
     except ConfigError as error:
         return refuse(config_file.located(error))
+
+
+def wrong_numbers(options: argparse.Namespace) -> Iterator[str]:
+    for name, least in LEAST.items():
+        given = getattr(options, name)
+        if given is not None and not least <= given < inf:
+            yield f"--{name} {given:g}: give a number of at least {least:g}"
 
 
 def plan_words(words: list[str], options: argparse.Namespace, directory: Path) -> int:
@@ -142,6 +151,11 @@ def searches(
             raise ConfigError(f"{where}, so nothing is laid out here: plan mode=both or mode=train")
         site = site_of(config, options)
         fill(config, site)
+        longest = int(config.model.max_model_len or 0)
+        if options.length and options.length > longest:
+            raise ConfigError(
+                f"--length {options.length:g} is more than model.max_model_len={longest}: lower it"
+            )
         yield (
             model or Path(config.model.model_path).name,
             Search(config, site, options.length, options.prompt),
@@ -306,7 +320,7 @@ def chosen_lines(found: Search, one: Candidate) -> Iterator[str]:
         yield f"  of {gigabytes(found.card())}, {FULL:.0%} of what it has, less an engine beside it"
     yield f"memory of a host: {gigabytes(sum(one.host.values()))} ({listed(one.host)})"
     yield f"  of {gigabytes(FULL * found.site.host)}"
-    yield f"to run it: {' '.join(words_of(one.config))}"
+    yield f"to run it: {' '.join(words_of(found, one))}"
     if found.config.mode == "both" and found.site.total:
         seconds, sent = rollouts(found), weights(found, one)
         ahead = bool(found.config.synchronizer.max_staleness)
@@ -318,15 +332,22 @@ def chosen_lines(found: Search, one: Candidate) -> Iterator[str]:
         )
 
 
-def words_of(config: Config) -> Iterator[str]:
+def words_of(found: Search, one: Candidate) -> Iterator[str]:
+    """Behind the words that were given, they make a run of this layout, with as many engines."""
+    config, given = one.config, found.config.trainer.megatron
     megatron = config.trainer.megatron
     yield f"trainer.num_ranks={config.trainer.num_ranks}"
+    if config.mode == "both" and found.site.total:
+        yield f"explorer.rollout_model.engine_num={config.explorer.rollout_model.engine_num}"
     yield from (f"trainer.megatron.{size}={getattr(megatron, size)}" for size in SIZES)
-    if megatron.expert_tensor_parallel_size:
-        value = megatron.expert_tensor_parallel_size
-        yield f"trainer.megatron.expert_tensor_parallel_size={value}"
-    if megatron.sequence_parallel:
-        yield "trainer.megatron.sequence_parallel=true"
+    for key in (
+        "expert_tensor_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "sequence_parallel",
+    ):
+        value = getattr(megatron, key)
+        if value or value != getattr(given, key):
+            yield f"trainer.megatron.{key}={json.dumps(value)}"
     if config.trainer.recompute_granularity:
         yield f"trainer.recompute_granularity={config.trainer.recompute_granularity}"
 
@@ -398,11 +419,9 @@ def rollouts(found: Search) -> float:
     """Seconds to generate a step's experiences: a decoding step reads an engine's weights, and the
     keys and values of what it has under way, which are as many as fit, once.
     """
-    config, dims, known = found.config, Dims.of(found.hf), found.site.figures
-    rollout = config.explorer.rollout_model
-    item, workers = ITEM_BYTES[DTYPES[str(rollout.dtype)]], rollout.tensor_parallel_size
-    memory = plan(config)
-    each = 2 * dims.layers * dims.groups * dims.head_size * item * found.length / workers
+    config, known = found.config, found.site.figures
+    rollout, memory = config.explorer.rollout_model, plan(config)
+    each = cached_bytes(found.hf, rollout, found.length)
     share = float(rollout.gpu_memory_utilization or FULL) * known.memory
     room = max(1.0, (share - memory.engine_weights - ENGINE_BESIDE) / each)
     rows = int(config.buffer.train_batch_size or 1) / int(rollout.engine_num or 1)
@@ -427,15 +446,15 @@ def record(found: Search) -> dict[str, Any]:
         "ranks": found.ranks,
         "cards": found.site.figures.name if found.site.total else None,
         "layouts": {"fit": len(found.fitting), "do_not": len(found.lacking)},
-        "chosen": best and told(best),
-        "configured": found.own and told(found.own) | {"fits": not found.own.lacks},
+        "chosen": best and told(found, best),
+        "configured": found.own and told(found, found.own) | {"fits": not found.own.lacks},
     }
 
 
-def told(one: Candidate) -> dict[str, Any]:
+def told(found: Search, one: Candidate) -> dict[str, Any]:
     return {
         "layout": one.name,
-        "words": list(words_of(one.config)),
+        "words": list(words_of(found, one)),
         "rank_gb": round(one.memory.rank / 1e9, 3),
         "host_gb": round(sum(one.host.values()) / 1e9, 3),
         "step_s": round(one.seconds.total, 4),

@@ -28,7 +28,8 @@ from typing import Any
 
 from rft.algorithm import recipe
 from rft.config import Config
-from rft.data.packing import Cost, cut_of
+from rft.data.balance import Cost, projected
+from rft.data.packing import cut_of
 from rft.ground.names import DTYPES, ITEM_BYTES, Dims, architecture_of
 from rft.preflight.memory_plan import (
     GRADIENT,
@@ -159,14 +160,16 @@ class StepTime:
         """Forward, without messages."""
         dims, t, figures = self.dims, self.tokens, self.figures
         q, k = dims.heads * dims.head_size, dims.groups * dims.head_size
-        products = 4 * t * dims.hidden * (q + k) / self.tp / self.rate((q + 2 * k) / self.tp)
-        chosen = int(self.hf["num_experts_per_tok"]) if dims.experts else 1
-        wide = dims.expert_ffn if dims.experts else dims.ffn
+        products = 2 * t * projected(dims) / self.tp / self.rate((q + 2 * k) / self.tp)
+        chosen = int(self.hf["num_experts_per_tok"]) if dims.experts else 0
+        mixed = sum(map(dims.has_experts, range(dims.layers))) / dims.layers  # of the layers
         # experts have other ranks' tokens as well, so a rank has its share of them however cut
-        cut = self.etp if dims.experts else self.tp
-        products += 6 * t * dims.hidden * wide * chosen / self.tp / self.rate(wide / cut)
-        shared = dims.shared_ffn
-        products += 6 * t * dims.hidden * shared / self.tp / self.rate(max(1, shared) / self.tp)
+        for width, share, cut in (
+            (dims.ffn, 1 - mixed, self.tp),
+            (dims.expert_ffn, mixed * chosen, self.etp),
+            (dims.shared_ffn, mixed, self.tp),
+        ):
+            products += 6 * t * dims.hidden * width * share / self.tp / self.rate(width / cut)
         masked = 2 if figures.on_cpu and self.cp > 1 else 1  # there all keys are computed with
         attention = 2 * q * self.seen * t * masked / self.tp / figures.attention
         outside, inside = layer_bytes(self.hf, self.item, figures.on_cpu)

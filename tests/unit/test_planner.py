@@ -5,21 +5,59 @@ refuses.
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rft.config import RolloutModelConfig
+from rft.data.balance import projected
 from rft.ground.errors import ConfigError
+from rft.ground.names import Dims, hf_names
 from rft.preflight import memory_plan
 from rft.run.cards import Card, Machine
+from rft.tools import config as config_tool
 from rft.tools import figures, planner
 from rft.tools.figures import CARDS, Figures
-from rft.tools.layout_search import Search, divisors
+from rft.tools.layout_search import Search, divisors, per_host
 from rft.tools.step_time import StepTime
 
 GRPO = ("experiment=grpo", "model.max_prompt_tokens=2048", "model.max_response_tokens=6144")
 DENSE, LARGE, EXPERTS = "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-70B", "Qwen/Qwen3-235B-A22B"
+SMALL = "Qwen/Qwen3-0.6B"
+DEEPSEEK = {  # what decides sizes in the published config.json of DeepSeek-V3
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+GPT_OSS = {  # of gpt-oss-20b; every other layer sees 128 tokens
+    "architectures": ["GptOssForCausalLM"],
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+}
 CPU = Figures("a test's", 0, 0, 1e11, 64, 5e10, 2e10, 1e-8, 2e-6, 1e9, 1e9, 1e-4, cores=2)
 
 
@@ -84,6 +122,22 @@ def test_what_is_printed_means_that_layout(capsys: pytest.CaptureFixture[str]) -
     assert again["configured"]["step_s"] == plan["chosen"]["step_s"]
 
 
+def test_what_is_printed_takes_back_what_the_layout_has_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """So that behind the same words it is a run: of as many engines, too."""
+    given = ("tensor_model_parallel_size=2", "pipeline_model_parallel_size=2")
+    given += ("sequence_parallel=true", "virtual_pipeline_model_parallel_size=2")
+    words = (*GRPO, f"model.model_path={SMALL}", *(f"trainer.megatron.{one}" for one in given))
+    _, _, plan = said(capsys, *words, "--cards=h100:16")
+    printed = plan["chosen"]["words"]
+    assert plan["chosen"]["layout"].startswith("tp1 pp1 ")
+    raw = config_tool.composed([*words, *printed])
+    assert raw.trainer.megatron.virtual_pipeline_model_parallel_size is None
+    assert raw.trainer.megatron.sequence_parallel is False
+    assert raw.explorer.rollout_model.engine_num == 8 and raw.trainer.num_ranks == 8
+
+
 def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*GRPO, f"model.model_path={LARGE}", "--cards=a100:8", "mode=train")
     code, text, plan = said(capsys, *words)
@@ -95,14 +149,47 @@ def test_an_engine_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None
     words = (*GRPO, f"model.model_path={LARGE}", "--cards=h100:64", "trainer.num_ranks=32")
     code, text, _ = said(capsys, *words, "explorer.rollout_model.tensor_parallel_size=1")
     assert code == 1 and "raise explorer.rollout_model.tensor_parallel_size" in text
+    long = ("model.max_response_tokens=null", "model.max_model_len=131072")
+    words = (*GRPO, *long, f"model.model_path={LARGE}", "--cards=h100:16", "trainer.num_ranks=8")
+    code, text, _ = said(capsys, *words, "explorer.rollout_model.tensor_parallel_size=2")
+    assert code == 1 and "of one sequence of 131,072 tokens, 21.47 GB of keys" in text
 
 
-def test_sizes_that_the_model_refuses_are_told(tmp_path: Path) -> None:
-    words = (*GRPO, f"model.model_path={DENSE}", "--cards=h100:14", "cluster.gpu_per_node=7")
-    found = asked(tmp_path, *words, "mode=train", "trainer.num_ranks=7")
-    lines = "\n".join(planner.reasons(found))
-    assert "tensor_model_parallel_size=7 does not divide the model's 32 attention heads" in lines
-    assert "pipeline_model_parallel_size=7 does not divide the model's 36 layers" in lines
+# as vLLM's `kv_cache_spec` has them: bytes of a token in bf16
+@pytest.mark.parametrize(
+    ("hf", "workers", "tokens", "bytes_"),
+    [
+        (figures.SHAPES[LARGE], 1, 1, 327_680),
+        (figures.SHAPES[LARGE], 8, 1, 40_960),
+        (figures.SHAPES[LARGE], 16, 1, 40_960),  # of eight heads each worker has one
+        (DEEPSEEK, 1, 1, 70_272),
+        (DEEPSEEK, 16, 1, 70_272),  # one row for all heads
+        (GPT_OSS, 1, 1000, 12 * 2048 * (1000 + 128)),
+    ],
+)
+def test_what_an_engine_keeps_of_a_sequence(
+    hf: dict[str, Any], workers: int, tokens: int, bytes_: int
+) -> None:
+    rollout = RolloutModelConfig(tensor_parallel_size=workers, dtype="bf16")
+    assert memory_plan.cached_bytes(hf, rollout, tokens) == bytes_
+
+
+def test_latent_attention_is_timed_by_what_it_computes() -> None:
+    dims = Dims.of(DEEPSEEK)
+    own = {name: prod(shape) for name, shape in hf_names(dims, "DeepseekV3ForCausalLM").items()}
+    layer = [n for name, n in own.items() if ".layers.3.self_attn." in name and "norm" not in name]
+    assert projected(dims) == sum(layer)
+
+
+def test_of_an_engine_wider_than_a_node_a_host_has_its_share(tmp_path: Path) -> None:
+    words = (*GRPO, f"model.model_path={LARGE}", "--cards=h100:64", "trainer.num_ranks=32")
+    received = []
+    for size in (8, 16):
+        found = asked(tmp_path, *words, f"explorer.rollout_model.tensor_parallel_size={size}")
+        memory = replace(memory_plan.plan(found.config), staging=0, kept=0)
+        parts = per_host(found.config, memory, found.site)
+        received.append(parts["weights that engines receive"])
+    assert received[1] == received[0] / 2 and received[0] == memory.parameters * 2
 
 
 # --- the models of memory and time ----------------------------------------------------------------
@@ -201,6 +288,21 @@ def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert asked_for == [("fp32", 1, 2), ("bf16", 1, 2), ("fp32", 1, 2)]
 
 
+@pytest.mark.parametrize("left", [b"", b'{"a', b"[1]", b"\xff"])
+def test_a_measurement_that_cannot_be_read_or_kept_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left: bytes
+) -> None:
+    monkeypatch.setattr(figures, "_measure", lambda *_: vars(CPU))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "rft").mkdir()
+    (tmp_path / "rft" / "machine.json").write_bytes(left)
+    assert figures.measured("fp32", 1, 2) == CPU
+    assert json.loads((tmp_path / "rft" / "machine.json").read_text("utf-8"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "rft" / "machine.json"))
+    assert figures.measured("fp32", 1, 2) == CPU
+    assert "cannot be written (Not a directory)" in capsys.readouterr().err
+
+
 @pytest.mark.verify
 def test_two_ranks_measure_this_machine() -> None:
     found = Figures(**figures._measure("fp32", 1, 2))
@@ -224,11 +326,19 @@ def test_two_ranks_measure_this_machine() -> None:
         (("--cards=h100:8", "model.tinker.enable=true"), "a Tinker service trains, so nothing is"),
         (("device=cuda",), "device=cuda, and this machine shows no cards: give --cards NAME:N"),
         (("--cards=h100:8", "trainer.num_rank=4"), "trainer.num_ranks"),
+        (("--cards=h100:8", "--length=9000"), "--length 9000 is more than model.max_model_len=81"),
     ],
 )
 def test_words_that_cannot_be_planned(tmp_path: Path, words: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         asked(tmp_path, *GRPO, f"model.model_path={DENSE}", *words)
+
+
+def test_numbers_that_mean_nothing_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--host=0", "--network=nan", "--length=-5", "--prompt=-1")
+    assert planner.main([*GRPO, f"model.model_path={DENSE}", "--cards=h100", *words]) == 2
+    told = capsys.readouterr().err
+    assert "4 problems" in told and "--length -5: give a number of at least 2" in told
 
 
 def test_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
