@@ -1,13 +1,15 @@
 """The `rft` command: a word, and what follows it.
 
 In: the command line. Out: the exit code of the tool that the word names (0 for a question about
-itself, 2 for a word that there is not). `rft train ...` is `python -m rft.train ...`; every other
-word is a tool of `rft.tools`. Invariant: nothing is imported before its word is given, so that
-`rft --help` answers on a Python that has none of the packages.
+itself, 2 for a word that there is not, 141 where nobody reads the answer to its end). `rft train
+...` is `python -m rft.train ...`; every other word is a tool of `rft.tools`. Invariant: nothing is
+imported before its word is given, so that `rft --help` answers on a Python that has none of the
+packages.
 """
 
 import difflib
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -18,6 +20,7 @@ from rft.tools import COMMANDS
 TOOLS = {  # word: module of rft.tools
     word: module for group in COMMANDS.values() for word, (module, _, _) in group.items() if module
 }
+CLOSED = 141  # as a shell says of a program that SIGPIPE has ended
 MORE = f"""`rft COMMAND --help` has all of one. Other ways to say what is run:
   rft train --config FILE             a file of keys, also one of Trinity-RFT: docs/trinity.md
   rft train --verl key=value ...      veRL's own words: docs/verl.md
@@ -48,18 +51,33 @@ USAGE = usage()
 
 def main() -> None:
     command, *rest = sys.argv[1:] or [""]
-    if command in ("-h", "--help", "help"):
-        print(USAGE)
-    elif command == "--version":
-        print(f"rft {__version__}")
-    elif command == "train":
+    if command == "train":
         sys.argv = ["rft train", *rest]
         loaded("rft.train", command).main()
-    elif command in TOOLS:
-        sys.exit(loaded(f"rft.tools.{TOOLS[command]}", command).main(rest))
-    else:
-        print(refused(command), file=sys.stderr)
-        sys.exit(2)
+        return
+    try:
+        try:
+            code = answer(command, rest)
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:  # `rft ... | head`: whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = CLOSED
+    sys.exit(code)
+
+
+def answer(command: str, rest: list[str]) -> int:
+    if command in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if command == "--version":
+        print(f"rft {__version__}")
+        return 0
+    if command in TOOLS:
+        code: int = loaded(f"rft.tools.{TOOLS[command]}", command).main(rest)
+        return code
+    print(refused(command), file=sys.stderr)
+    return 2
 
 
 def refused(command: str) -> str:

@@ -98,7 +98,7 @@ class RunRecord:
     def config(self) -> Row:
         """resolved.yaml as written: interpolations, which stand for secrets, stay what they are."""
         path = self.directory / "resolved.yaml"
-        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return _whole(path, yaml.safe_load) if path.exists() else {}
 
     @cached_property
     def samples(self) -> list[Row]:
@@ -108,7 +108,7 @@ class RunRecord:
     def is_complete(self) -> bool:
         """Whether the job has written down that it has done all that it was asked for."""
         path = self.directory / "result.json"
-        return path.exists() and bool(json.loads(path.read_text(encoding="utf-8"))["complete"])
+        return path.exists() and bool(_whole(path, json.loads).get("complete"))
 
     def flattened_config(self) -> dict[str, str]:
         """Return the config by dotted keys, as text, for services that keep a run's parameters.
@@ -245,6 +245,18 @@ class RunFiles:
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
+
+
+def _whole(path: Path, read: Callable[[str], Any]) -> Row:
+    """The mapping that a file is; raises ValueError for one that is none, naming the file."""
+    try:
+        found = read(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path} cannot be read: {said}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} cannot be read: it is no mapping")
+    return found
 
 
 def read_metrics(path: Path) -> list[Row]:

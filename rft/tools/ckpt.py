@@ -48,6 +48,8 @@ def main(arguments: list[str]) -> int:
     except (Damaged, Mismatch, StorageUnreachable) as error:
         print(f"rft ckpt: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        raise
     except (InputError, ConfigError, Busy, JournalError, OSError, ValueError) as error:
         print(f"rft ckpt: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

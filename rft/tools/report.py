@@ -16,6 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rft.checkpoint import catalog
+from rft.checkpoint.storage import open_storage
 from rft.config import Config
 from rft.ground import redact
 from rft.monitor.run_record import Row, RunRecord, flat
@@ -211,7 +213,8 @@ def samples(record: RunRecord) -> list[Row]:
     """Rollouts of a few steps from first to last, and those of the evaluations of these steps."""
     by_step: dict[int, list[Row]] = {}
     for line in record.samples:
-        by_step.setdefault(line["step"], []).append(line)
+        told = {name: value for name, value in line.items() if value is not None}
+        by_step.setdefault(line["step"], []).append(told)
     steps = sorted(by_step)
     if len(steps) > SAMPLED_STEPS:
         steps = sorted(
@@ -222,10 +225,14 @@ def samples(record: RunRecord) -> list[Row]:
 
 def checkpoints(record: RunRecord, tracks: Sequence[Track]) -> list[Row]:
     """What became of every save: committed (and still there, or retired), failed, skipped."""
-    kept = {}
-    for manifest in record.directory.glob("checkpoints/step_*/MANIFEST.json"):
-        about = json.loads(manifest.read_text(encoding="utf-8"))
-        kept[about["step"]] = about["bytes"]
+    local = open_storage(record.directory / "checkpoints")
+    kept, damaged = {}, {}
+    for name in catalog.committed(local):
+        step = int(catalog.step_of(name) or 0)
+        try:
+            kept[step] = catalog.read_manifest(local, name).bytes
+        except (ValueError, OSError) as error:
+            damaged[step] = str(error)
     found: dict[int, Row] = {}
     for track in tracks:
         for event in track.events if track.part == "rank_0" else []:
@@ -242,6 +249,8 @@ def checkpoints(record: RunRecord, tracks: Sequence[Track]) -> list[Row]:
         found.setdefault(step, {"step": step, "state": "committed", "seconds": None, "cause": ""})[
             "bytes"
         ] = size
+    for step, said in damaged.items():
+        found[step] = {"step": step, "state": "failed", "seconds": None, "cause": said}
     return [found[step] | {"kept": step in kept} for step in sorted(found)]
 
 

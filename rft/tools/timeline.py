@@ -20,6 +20,7 @@ from rft.monitor.logs import attempts
 
 ORDER = ("supervisor", "rank", "checkpoint_agent", "synchronizer", "explorer", "buffer", "engine")
 Event = dict[str, Any]
+NEEDED = {"name", "ph", "ts", "tid"}  # of an event; what has them not is not a line of rft's
 # of the end that the report draws: so many steps, if they take no longer, and so many spans at most
 LAST_STEPS, WINDOW_US, SPANS = 12, 20e6, 4000
 
@@ -89,7 +90,13 @@ def stage_dirs(run: Path) -> list[Path]:
         raise ValueError(
             f"{run} is no run directory: there are no logs in it, and none one level below"
         )
-    return sorted(found, key=lambda path: (path / "logs" / "attempt_1").stat().st_mtime)
+    return sorted(found, key=begun)
+
+
+def begun(job: Path) -> float:
+    """When its first attempt began, of those that are there."""
+    first = next((attempt for _, attempt in attempts(job)), job / "logs")
+    return first.stat().st_mtime
 
 
 def load(run: Path) -> list[Track]:
@@ -99,8 +106,8 @@ def load(run: Path) -> list[Track]:
         stage = directory.name if directory != run else ""
         for number, attempt in attempts(directory):
             tracks += [_track(stage, number, parts) for parts in _processes(attempt / "trace")]
-    begun = {directory.name: place for place, directory in enumerate(stage_dirs(run))}
-    tracks.sort(key=lambda track: (begun.get(track.stage, 0), *track.order))
+    places = {directory.name: place for place, directory in enumerate(stage_dirs(run))}
+    tracks.sort(key=lambda track: (places.get(track.stage, 0), *track.order))
     for number, track in enumerate(tracks, start=1):
         track.number = number
     return tracks
@@ -126,9 +133,11 @@ def events_of(path: Path) -> Iterator[Event]:
         if not line.startswith("{") or not line.endswith("}"):
             continue
         try:
-            yield json.loads(line)
+            event = json.loads(line)
         except json.JSONDecodeError:  # torn: its process was killed within the write
             continue
+        if event.keys() >= NEEDED and isinstance(event["ts"], int | float):
+            yield event
 
 
 def joined(tracks: list[Track]) -> Iterator[Event]:

@@ -68,7 +68,8 @@ Stands.drop | the same | the same | made again
 Stands.read | the same | the same | made again
 buffer/sql_tables.py
 _write_ahead | another process that opens a new file | `LOCK_WAIT_S` | the start fails
-create | the same, or PostgreSQL's lock | `LOCK_WAIT_S`, `LOCK_S` | the start fails
+_absent | a server's answer | `CALL_S` | the tool ends
+create | one that opens a new file, or PostgreSQL's lock | `LOCK_WAIT_S`, `LOCK_S` | the start fails
 checkpoint/agent.py
 Agent.run | what its rank says; then its watcher | none: the rank's end; then `deadline_s` | it \
 ends itself

@@ -1,5 +1,6 @@
 """`rft ckpt` on checkpoints made by hand: what it says, what it finds, and how it ends."""
 
+import io
 import json
 import re
 import subprocess
@@ -260,6 +261,18 @@ def test_what_an_import_cannot_be(job: Path, model: Path, tmp_path: Path, capsys
         assert main(words) == 2
         said = capsys.readouterr().err
         assert "Errno" not in said and ("is a file" in said or "no such directory" in said)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error_of_a_checkpoint(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    with pytest.raises(BrokenPipeError):
+        main(["show", str(job), "--tensors"])
 
 
 def test_there_and_back(job: Path, model: Path, tmp_path: Path, capsys: Said) -> None:

@@ -57,6 +57,17 @@ def test_a_word_that_there_is_not(words: tuple[str, ...], said: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [("--help",), ("config", "--all")])
+def test_a_reader_that_has_seen_enough_is_no_error(words: tuple[str, ...]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    code = "from rft.cli import main; main()"
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (cli.CLOSED, "")
+
+
 def test_every_tool_answers_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     for module in cli.TOOLS.values():
         try:

@@ -120,6 +120,38 @@ def test_a_failed_run_says_who_when_and_why(run: Path) -> None:
     assert (last["what"], last["cause"]) == ("engine_0 failed while serving", "out of memory")
 
 
+def test_what_is_damaged_costs_itself_only(run: Path) -> None:
+    """A manifest, lines that are no events, a rollout whose reward was no number; the first attempt
+    was cleared away.
+    """
+    manifest = run / "checkpoints" / "step_00000030" / "MANIFEST.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text('{"step": 30')
+    (rank,) = (run / "logs" / "attempt_1" / "trace").glob("rank_0-13802.json")
+    lines = ("[1, 2]", '{"a": 1}', '{"name": "x", "ph": "B", "ts": "soon", "tid": 1}')
+    rank.write_text(rank.read_text() + "".join(f"{line},\n" for line in lines))
+    with (run / "samples.jsonl").open("a") as file:
+        row = {"step": 30, "table": "samples", "prompt": "1+1=", "response": "2", "reward": None}
+        file.write(json.dumps(row) + "\n")
+    (run / "logs" / "attempt_1").rename(run / "logs" / "attempt_3")
+    (stage,) = data_of(report.write(run))["stages"]
+    last = stage["checkpoints"][-1]
+    assert (last["step"], last["state"], last["kept"]) == (30, "failed", False)
+    assert "MANIFEST.json is damaged" in last["cause"]
+    assert stage["timeline"]["lanes"] and "reward" not in stage["samples"][-1]["rows"][-1]
+    assert timeline.write(run).exists()
+
+
+@pytest.mark.parametrize("name", ["resolved.yaml", "result.json"])
+@pytest.mark.parametrize("text", ["- 1", "[{", ""])
+def test_a_file_that_is_none_is_named(
+    run: Path, name: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / name).write_text(text)
+    assert report.main([str(run)]) == 2
+    assert capsys.readouterr().err.startswith(f"rft report: {run / name} cannot be read: ")
+
+
 def test_stages_come_in_order_each_with_its_own(run: Path, tmp_path: Path) -> None:
     both = tmp_path / "both"
     for number, name in enumerate(("warm_up", "tuned")):
