@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -329,4 +330,8 @@ def _escaped(text: str) -> str:
 
 
 def load(path: str | Path) -> Config:
-    return to_config(OmegaConf.load(path))  # type: ignore[arg-type]
+    try:
+        given = OmegaConf.load(path)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    return to_config(given)  # type: ignore[arg-type]

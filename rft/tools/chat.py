@@ -22,6 +22,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
     parser.add_argument("--max-tokens", type=int, default=256, help="of one answer")
     given = parser.parse_args(arguments)
+    if given.max_tokens < 1 or not given.temperature >= 0:
+        parser.error("--max-tokens is at least 1, --temperature at least 0")
     try:
         talk(find_model(given.run), given)
     except InputError as error:
@@ -57,12 +59,16 @@ def find_model(text: str) -> Path:
 def talk(model: Path, given: argparse.Namespace) -> None:
     """Until the input ends."""
     # neither is wanted where the directory is wrong
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    answerer = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        answerer = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    except (OSError, ValueError, SafetensorError) as error:
+        raise InputError(f"{model} cannot be read: {' '.join(str(error).split())}") from error
     first = [{"role": "system", "content": given.system}] if given.system else []
     turns = list(first)
     if sys.stdin.isatty():

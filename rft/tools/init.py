@@ -4,7 +4,7 @@ run.sh for the machine that is here.
     answers ──► checked, all at once ──► a draft of DIR beside it ──► preflight ──► DIR
 
 In: five answers, by options or asked for on a terminal. Out: DIR, and on stdout what to type next.
-Invariants: DIR gets its name when everything in it is written and a look at the config refuses
+Invariants: DIR gets its name, or its files, when all are written and a look at the config refuses
 nothing, so a start that was refused leaves nothing; what is there already is never touched.
 """
 
@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -68,6 +68,10 @@ def main(argv: list[str]) -> int:
         begin(options.directory, {k: v for k, v in given.items() if v is not None}, options.yes)
     except ConfigError as error:
         return refuse(error)
+    except OSError as error:
+        where = error.filename or options.directory
+        said = error.strerror or error
+        return refuse(ConfigError(f"{where}: {said}: name a directory that can be written"))
     except (KeyboardInterrupt, EOFError):
         print("\nrft init: nothing was written", file=sys.stderr)
         return 130
@@ -144,13 +148,7 @@ def data(said: str, in_pods: bool) -> dict[str, Any]:
         return {"taskset": taskset, "rows": []}
     if not path.exists() and NAME.fullmatch(said) and not path.suffix:
         return {"taskset": {"path": said}, "rows": []}  # rft doctor looks at its columns
-    from rft.config import FormatConfig
-    from rft.data import files
-
-    chosen = files.data_files(str(path), "train", None, "--data")
-    found = files.load_rows(chosen, "--data", FormatConfig())
-    if not len(found):
-        raise ConfigError(f"--data {said}: has no rows")
+    found = rows_of(path, said)
     columns = [*found[0]]
     prompt, answer = (
         next((one for one in known if one in columns), None) for known in (PROMPTS, ANSWERS)
@@ -165,11 +163,28 @@ def data(said: str, in_pods: bool) -> dict[str, Any]:
     is_chat = isinstance(found[0][prompt], list)
     form = {"prompt_type": "messages" if is_chat else "plaintext"}
     form |= {"messages_key" if is_chat else "prompt_key": prompt, "response_key": answer}
-    taskset = {"path": str(path.resolve()), "format": form}
     first = [found[number] for number in range(min(SHOWN, len(found)))]
     rows = [(row[prompt], str(row[answer])) for row in first if prompt in row and answer in row]
     taskset = {"path": str(path.resolve()), "format": form}
     return {"taskset": taskset, "rows": rows, "count": len(found)}
+
+
+def rows_of(path: Path, said: str) -> Sequence[dict[str, Any]]:
+    from rft.config import FormatConfig
+    from rft.data import files
+
+    try:
+        chosen = files.data_files(str(path), "train", None, "--data")
+        found = files.load_rows(chosen, "--data", FormatConfig())
+        if len(found):
+            found[0]  # which is read now
+            return found
+    except ConfigError as error:  # which names keys of a taskset
+        named = (re.sub(r"^--data\.\w+", "--data", one) for one in error.problems)
+        raise ConfigError(*named) from None
+    except ValueError as error:
+        raise ConfigError(f"--data {said}: cannot be read: {error}") from error
+    raise ConfigError(f"--data {said}: has no rows")
 
 
 def one_of(option: str, said: str, known: dict[str, str]) -> str:
@@ -177,7 +192,7 @@ def one_of(option: str, said: str, known: dict[str, str]) -> str:
         return said
     near = difflib.get_close_matches(said, known, n=1)
     hint = f"did you mean `{near[0]}`? " if near else ""
-    raise ConfigError(f"--{option} {said}: is unknown; {hint}There are {', '.join(known)}")
+    raise ConfigError(f"--{option} {said}: is unknown; {hint}there are {', '.join(known)}")
 
 
 def hours(said: str, _: bool) -> float:
@@ -267,18 +282,25 @@ def asked(given: dict[str, str]) -> dict[str, Any]:
 
 
 def write(directory: Path, answers: Answers) -> None:
-    """All of it, or nothing."""
+    """All of it, or nothing. A directory that is there stays the same one: somebody may be in it,
+    or something be mounted there.
+    """
+    directory = directory.resolve()
+    is_there = directory.is_dir()
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as place:
+    beside = directory if is_there else directory.parent
+    with TemporaryDirectory(prefix=f".{directory.name}-", dir=beside) as place:
         draft = Path(place) / directory.name
         draft.mkdir()
         write_toys(draft, answers)
         init_files.write(draft, answers, lengths(answers), numbers(answers))
         with contextlib.chdir(draft):
             refuse_all(looked_at(answers))
-        if directory.is_dir():
-            directory.rmdir()  # it is empty
-        draft.rename(directory)
+        if is_there:
+            for part in sorted(draft.iterdir()):
+                part.rename(directory / part.name)
+        else:
+            draft.rename(directory)
 
 
 def write_toys(draft: Path, answers: Answers) -> None:

@@ -86,7 +86,7 @@ def config(answers: Answers, prompt_tokens: int, response_tokens: int) -> str:
     inside = f"{JOB}/" if answers.machine == KUBERNETES else ""
     taskset = yaml.safe_dump(answers.data["taskset"], sort_keys=False).strip()
     return CONFIG.format(
-        name=answers.name,
+        name=json.dumps(answers.name),
         model=json.dumps(answers.model),
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,

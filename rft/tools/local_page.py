@@ -147,9 +147,10 @@ def serve(name: str, port: int, page: Path, answers: Answers) -> int:
     """Until Ctrl-C; 2 if the port cannot be had."""
     try:
         server = PageServer(port, page, answers)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
+        said = error.strerror if isinstance(error, OSError) else "there are 0 to 65535"
         print(
-            f"{name}: port {port}: {error.strerror}; give another with --port, or 0",
+            f"{name}: port {port}: {said}; give another with --port, or 0",
             file=sys.stderr,
         )
         return 2

@@ -2,7 +2,8 @@
 
 In: the directories of the trials. Out: the table on the terminal, `sweep.md` and `sweep.csv`, and
 `sweep.png` with the objective over the trials and the curves of all trials. Exit code 0, or 2 for a
-directory that is no sweep. Invariant: a trial that did not finish has a state and no objective.
+directory that is no sweep, or cannot be written. Invariant: a trial that did not finish has a
+state and no objective.
 """
 
 import argparse
@@ -57,6 +58,18 @@ def main(arguments: list[str]) -> int:
             f"{judged_by.objective}={best.value:g} with {best.chosen}"
         )
     out = Path(options.out or sweep_dir)
+    try:
+        write(out, rows, cells, judged_by)
+    except OSError as error:
+        print(f"rft sweep-report: {out}: {error.strerror}; give another --out", file=sys.stderr)
+        return 2
+    print(f"written  {out / 'sweep.md'}, sweep.csv, sweep.png")
+    return 0
+
+
+def write(
+    out: Path, rows: list[TrialRow], cells: list[dict[str, str]], judged_by: SweepConfig
+) -> None:
     out.mkdir(parents=True, exist_ok=True)
     durable.put(out / "sweep.md", markdown(cells) + "\n")
     with (out / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
@@ -64,8 +77,6 @@ def main(arguments: list[str]) -> int:
         writer.writeheader()
         writer.writerows(cells)
     draw(rows, judged_by, out / "sweep.png")
-    print(f"written  {out / 'sweep.md'}, sweep.csv, sweep.png")
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from omegaconf import OmegaConf
 
+from rft import config as configs
 from rft.buffer.store import read_experiences
 from rft.config import ConfigError
 from rft.ground.errors import refuse
@@ -81,13 +81,17 @@ def tokenizer_of(source: Path, model: str | None) -> Any:
             f"--model: {directory} has no resolved.yaml that names a model: "
             "give the directory of its tokenizer"
         )
-    path = model or OmegaConf.load(resolved).model.model_path
+    path = model or configs.load(resolved).model.model_path
     if not (Path(path) / "tokenizer_config.json").is_file():
         raise ConfigError(
             f"--model: {path} has no tokenizer_config.json: "
             "give the directory of the model's tokenizer"
         )
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"--model: {path} has no tokenizer that can be read: {said}") from error
 
 
 @dataclass(frozen=True)

@@ -61,3 +61,23 @@ def test_what_is_no_model_is_said(
     assert advised and ckpt._parser().parse_args(advised[1].split()).to == "hf"
     assert talked(monkeypatch, "", str(tmp_path / "nowhere")) == 1
     assert "nowhere: no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_model_that_cannot_be_read_is_named(
+    name: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    broken = shutil.copytree(model, tmp_path / "broken")
+    (broken / name).write_text("{")
+    assert talked(monkeypatch, "", str(broken)) == 1
+    assert capsys.readouterr().err.startswith(f"rft chat: {broken} cannot be read: ")
+
+
+@pytest.mark.parametrize("words", [("--max-tokens", "0"), ("--temperature", "-1")])
+def test_numbers_that_mean_nothing(model: Path, words: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        chat.main([str(model), *words])

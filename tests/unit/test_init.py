@@ -237,7 +237,8 @@ def test_all_that_is_wrong_is_said_at_once(
     ("wrong", "said"),
     [
         ({"model": "/none"}, "--model /none: does not exist"),
-        ({"data": "none.jsonl"}, "none.jsonl does not exist"),
+        ({"data": "none.jsonl"}, "refused: --data: none.jsonl does not exist"),
+        ({"reward": "none"}, "--reward none: is unknown; there are own"),
         ({"hours": "nan"}, "--hours nan"),
         ({"machine": "kubernetes", "model": "toy"}, "--model toy: pods do not see it"),
     ],
@@ -248,6 +249,48 @@ def test_an_answer_that_cannot_be_used(
     assert init.main([str(tmp_path / "new"), *answered(assets, **wrong)]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_data_that_cannot_be_read(assets: Path, tmp_path: Path, capsys: Any) -> None:
+    for name in ("torn.jsonl", "torn.json", "torn.csv", "torn.parquet"):
+        (tmp_path / name).write_text('{"question": "1+1", "ans')
+        words = answered(assets, data=str(tmp_path / name))
+        assert init.main([str(tmp_path / "new"), *words]) == 2, name
+        said = capsys.readouterr().err
+        assert "refused: --data" in said and name in said
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_place_that_cannot_be_made(assets: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").touch()
+    assert init.main([str(tmp_path / "file" / "new"), *answered(assets)]) == 2
+    assert "name a directory that can be written" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_there_stays_the_same_one(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody may be in it; a link to it stays one."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    before = (tmp_path / "here").stat().st_ino
+    monkeypatch.chdir(tmp_path / "here")
+    begun(Path(), *answered(assets))
+    files = sorted(path.name for path in Path().iterdir())
+    assert files == ["config.yaml", "rewards.py", "run.sh", "test_rewards.py"]
+    assert (tmp_path / "here").stat().st_ino == before
+    assert 'name: "here"' in Path("config.yaml").read_text("utf-8")
+    for path in Path().iterdir():
+        path.unlink()
+    begun(tmp_path / "link", *answered(assets))
+    assert (tmp_path / "link").is_symlink() and Path("run.sh").exists()
+
+
+@pytest.mark.parametrize("name", ["0x10", "1e5", "null", "true", "1_000"])
+def test_a_name_stays_what_it_is(
+    name: str, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert config_of(begun(tmp_path / name, *answered(assets)), monkeypatch).name == name
 
 
 def test_what_a_start_would_refuse_is_refused_here(

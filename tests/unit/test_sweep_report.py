@@ -110,3 +110,16 @@ def test_a_directory_that_is_no_sweep_is_refused(
 ) -> None:
     assert sweep_report.main([str(tmp_path)]) == 2
     assert "has no trials: give the directory of a sweep" in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_or_written_is_named(
+    sweep_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert sweep_report.main([str(sweep_dir), "--out", str(tmp_path / "file")]) == 2
+    assert f"{tmp_path / 'file'}: File exists; give another --out" in capsys.readouterr().err
+    record = next(sweep_dir.glob("*/trial.json"))
+    for text in ("{", '{"unheard": 1}'):
+        record.write_text(text)
+        assert sweep_report.main([str(sweep_dir)]) == 2
+        assert f"{record} is no record of a trial" in capsys.readouterr().err

@@ -11,6 +11,8 @@ from rft.buffer.store import read_experiences
 from rft.config import ConfigError
 from rft.ground.columns import listed
 from rft.ground.experience import Experience, VersionSpan, encode
+from rft.tools import local_page, toy
+from rft.tools import view as view_tool
 from rft.tools.view import View, tokenizer_of
 
 
@@ -161,3 +163,23 @@ def test_every_token_has_its_mask_logprob_version_and_reward(view: View) -> None
 def test_without_a_model_it_says_which_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--model"):
         tokenizer_of(tmp_path, None)
+
+
+@pytest.mark.parametrize("text", ["model: [", "model: {model_path: 5"])
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "resolved.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"resolved\.yaml cannot be read: "):
+        tokenizer_of(tmp_path, None)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    toy.write_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="--model: .* has no tokenizer that can be read"):
+        tokenizer_of(tmp_path, str(tmp_path))
+
+
+def test_a_port_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    for port in (-1, 65536):
+        assert local_page.serve("rft view", port, view_tool.PAGE, {}) == 2
+        assert f"port {port}: there are 0 to 65535; give" in capsys.readouterr().err
