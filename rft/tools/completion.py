@@ -32,6 +32,7 @@ SCRIPT = """# What {shell} completes `rft` with; made by `rft completion {shell}
     word="${{line##* }}" before=" rft ${{line#* }}"
     before="${{before% *}} "
     case "$before" in
+        *" --config ") found="" ;;
 {cases}
         *) found="" ;;
     esac
@@ -45,7 +46,8 @@ SCRIPT = """# What {shell} completes `rft` with; made by `rft completion {shell}
     for one in $found; do
         [[ $one != "$word"* ]] || COMPREPLY+=("$one")
     done
-    if [[ ${{#COMPREPLY[@]}} -eq 0 ]]; then
+    # bash itself completes paths where there is nothing else, with quotes and slashes
+    if [[ -z ${{BASH_VERSION:-}} && ${{#COMPREPLY[@]}} -eq 0 ]]; then
         for one in "${{word##*=}}"*; do
             [[ ! -e $one ]] || COMPREPLY+=("$stem$one")
         done
@@ -54,7 +56,7 @@ SCRIPT = """# What {shell} completes `rft` with; made by `rft completion {shell}
     [[ -z ${{BASH_VERSION:-}} ]] || COMPREPLY=("${{COMPREPLY[@]#"$stem"}}")
     [[ "${{COMPREPLY[*]}}" != *= ]] || compopt -o nospace 2>/dev/null || true
 }}
-complete -F _rft rft
+complete -o default -F _rft rft
 """
 BEGIN = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit\n"}
 

@@ -4,7 +4,9 @@ key.
 
 import importlib
 import os
+import pty
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -151,8 +153,55 @@ def test_a_shell_completes(shell: tuple[str, Path]) -> None:
     found = completed(shell, "rft config trainer.dtype=")
     assert [one.rpartition("=")[2] for one in found] == ["fp32", "bf16", "auto"]
     assert completed(shell, "/usr/bin/rft completion z") == ["zsh"]
-    (path,) = completed(shell, "rft train model.model_path=a_")
-    assert path.rpartition("=")[2] == "a_model"
+    for line in ("rft train model.model_path=a_", "rft train --config a_"):
+        paths = completed(shell, line)  # which bash completes itself
+        assert [one.rpartition("=")[2] for one in paths] == ["a_model"] * (shell[0] == "zsh")
+
+
+@pytest.mark.parametrize(
+    ("typed", "becomes"),
+    [
+        ("rft report ru", "rft report runs/"),
+        ("rft view one", r"rft view one\ two.jsonl"),
+        ("rft train model.model_path=ru", "rft train model.model_path=runs/"),
+        ("rft train --config pl", "rft train --config plain.yaml"),
+        ("rft config experiment=quickstart_", "rft config experiment=quickstart_moe"),
+    ],
+)
+def test_bash_completes_what_is_typed(typed: str, becomes: str, tmp_path: Path) -> None:
+    """On a terminal, by readline."""
+    (tmp_path / "runs" / "rft").mkdir(parents=True)
+    for name in ("one two.jsonl", "plain.yaml"):
+        (tmp_path / name).touch()
+    (tmp_path / "script").write_text(completion.script("bash"), encoding="utf-8")
+    terminal, other = pty.openpty()
+    process = subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"],
+        cwd=tmp_path,
+        env=os.environ | {"PS1": "ready>", "TERM": "dumb"},
+        stdin=other,
+        stdout=other,
+        stderr=other,
+        start_new_session=True,
+    )
+    os.close(other)
+    try:
+        heard = until(terminal, "ready>")
+        os.write(terminal, b". ./script; PS1=again\\>\n")
+        heard = until(terminal, "again>", heard)
+        os.write(terminal, f"{typed}\t".encode())
+        assert becomes in until(terminal, becomes, heard)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def until(terminal: int, wanted: str, heard: str = "") -> str:
+    """What it says until then, or in half a minute."""
+    while wanted not in heard and select.select([terminal], [], [], 30.0)[0]:
+        heard += os.read(terminal, 4096).decode()
+    return heard
 
 
 # --- one key --------------------------------------------------------------------------------------
