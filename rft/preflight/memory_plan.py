@@ -24,6 +24,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from rft.algorithm import recipe
@@ -102,6 +103,19 @@ class MemoryPlan:
         return {name: size for name, size in parts.items() if size}
 
 
+@dataclass(frozen=True)
+class Tensors:
+    """Those of a model that are cut and copied alike."""
+
+    expert: bool
+    cut: bool  # others are whole on every tensor-parallel rank, like vectors
+    layered: bool
+    head: bool  # as large as the embedding, and, where there are stages, never on its own
+
+
+Numbers = dict[Tensors, int]  # parameters
+
+
 def plan(config: Config) -> MemoryPlan:
     hf = read_hf_config(config.model.model_path)
     dims, architecture = Dims.of(hf), architecture_of(hf)
@@ -113,18 +127,17 @@ def plan(config: Config) -> MemoryPlan:
     trained = sum(adapted.values())
     mine_trained, mine_state = (held(adapted, config, once) for once in (False, True))
     state = state_bytes(item, config.algorithm.optimizer.optimizer_type)
-    critic = int(recipe.needs_critic(config.algorithm)) * (
-        mine * (item + GRADIENT) + held(whole, config, once=True) * state
+    critics, frozen = beside(config, whole)
+    critic = sum(
+        held(one, config) * (item + GRADIENT) + held(one, config, once=True) * state
+        for one in critics
     )
-    reference = int(recipe.needs_reference(config.algorithm)) * mine * item
-    if config.model.teacher_model_path:
-        teacher = read_hf_config(config.model.teacher_model_path)
-        reference += held(numbers(Dims.of(teacher), architecture_of(teacher)), config) * item
+    reference = sum(held(one, config) * item for one in frozen)
     tokens = tokens_of_rank(config)
     saved = mine_trained * item + mine_state * state
-    saved += int(critic > 0) * saved
-    stored = trained * (item + state)  # copies are stored once
-    stored += int(critic > 0) * stored
+    saved += sum(held(one, config) * item + held(one, config, True) * state for one in critics)
+    # copies are stored once
+    stored = (trained + sum(sum(one.values()) for one in critics)) * (item + state)
     checkpoint = config.trainer.checkpoint
     budget, others = checkpoint.host_memory_gb, 2 * saved * checkpoint.replicas  # of other nodes
     rollout, synchronizer = config.explorer.rollout_model, config.synchronizer
@@ -135,7 +148,7 @@ def plan(config: Config) -> MemoryPlan:
     return MemoryPlan(
         parameters=total,
         trained=trained,
-        weights=mine * item,
+        weights=(mine + (mine_trained if lora else 0)) * item,
         gradients=mine_trained * GRADIENT,
         optimizer=mine_state * state,
         beside=critic + reference,
@@ -155,6 +168,23 @@ def plan(config: Config) -> MemoryPlan:
         served=trained * item if synchronizer.sync == "delta" else 0,
         kept=trained * item if config.trainer.checkpoint.versions != "none" else 0,
     )
+
+
+def beside(config: Config, policy: Numbers) -> tuple[list[Numbers], list[Numbers]]:
+    """(critics, models that are not trained), each as large as its own config.json says; as the
+    policy where none is named, or one of a hub that is not here.
+    """
+
+    def of(path: str | None) -> Numbers:
+        if not path or not Path(path, "config.json").is_file():
+            return policy
+        hf = read_hf_config(path)
+        return numbers(Dims.of(hf), architecture_of(hf))
+
+    model, algorithm = config.model, config.algorithm
+    critics = [of(model.critic_model_path)] if recipe.needs_critic(algorithm) else []
+    frozen = [of(model.ref_model_path)] if recipe.needs_reference(algorithm) else []
+    return critics, frozen + ([of(model.teacher_model_path)] if model.teacher_model_path else [])
 
 
 def tokens_of_rank(config: Config) -> int:
@@ -237,19 +267,6 @@ def cached_bytes(hf: dict[str, Any], rollout: RolloutModelConfig, tokens: float)
     seen = min(tokens, window_of(hf) or tokens)
     kept = sum(seen if short else tokens for short in windowed(hf) or [1] * dims.layers)
     return int(row * kept * ITEM_BYTES[DTYPES[str(rollout.dtype)]])
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """Those of a model that are cut and copied alike."""
-
-    expert: bool
-    cut: bool  # others are whole on every tensor-parallel rank, like vectors
-    layered: bool
-    head: bool  # as large as the embedding, and, where there are stages, never on its own
-
-
-Numbers = dict[Tensors, int]  # parameters
 
 
 @cache

@@ -181,6 +181,29 @@ def test_latent_attention_is_timed_by_what_it_computes() -> None:
     assert projected(dims) == sum(layer)
 
 
+def test_models_beside_the_policy_are_as_large_as_they_are(tmp_path: Path) -> None:
+    """A critic of 8B parameters beside a policy of 0.6B, with an adapter or without."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(figures.SHAPES[DENSE]))
+    words = ("experiment=ppo", *GRPO[1:], f"model.model_path={SMALL}", "--cards=h100:1")
+    words += ("cluster.gpu_per_node=1", "mode=train")
+
+    def planned(*more: str) -> memory_plan.MemoryPlan:
+        return memory_plan.plan(asked(tmp_path, *words, *more).config)
+
+    lora = "model.lora_configs=[{lora_rank: 8}]"
+    small, adapted = planned(), planned(lora)
+    critic = f"model.critic_model_path={tmp_path / 'large'}"
+    large, both = planned(critic), planned(critic, lora)
+    assert large.beside - small.beside == (8_190_735_360 - 596_049_920) * 18
+    assert large.checkpoint - small.checkpoint == (8_190_735_360 - 596_049_920) * 14
+    assert adapted.beside == small.beside and both.checkpoint > 8_190_735_360 * 14
+    assert adapted.weights == small.weights + 2 * adapted.trained
+    assert both.staging > 2 * 8_190_735_360 * 14
+    reference = f"model.ref_model_path={tmp_path / 'large'}"
+    assert planned(reference).beside - small.beside == (8_190_735_360 - 596_049_920) * 2
+
+
 def test_of_an_engine_wider_than_a_node_a_host_has_its_share(tmp_path: Path) -> None:
     words = (*GRPO, f"model.model_path={LARGE}", "--cards=h100:64", "trainer.num_ranks=32")
     received = []
