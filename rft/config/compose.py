@@ -20,10 +20,11 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from rft.config.hints import nearest
 from rft.config.keys import known_keys, leaf_keys
 from rft.config.schema import Config
 from rft.config.validate import (
@@ -184,6 +185,9 @@ def idle_overrides(raw: DictConfig, overrides: list[str]) -> list[Problem]:
 
 def explain(error: Exception) -> str:
     """One line out of an OmegaConf or Hydra exception."""
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return nearest(name, error.options, group)
     key = getattr(error, "full_key", None) or getattr(error, "key", None)
     text = " ".join(str(error).split("\n\n")[0].split("full_key:")[0].split())
     return f"{key}: {text}" if key else text

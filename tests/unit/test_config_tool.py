@@ -123,6 +123,20 @@ def test_words_that_are_no_config(words: list[str], said: str, number: int) -> N
     assert len(done.stderr.splitlines()) == (1 if number == 1 else 1 + number)
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("experiment=qrpo", "experiment=qrpo is unknown; did you mean `grpo`? Known: demo, "),
+        ("size=none", "size=none is unknown. Known: llama3_70b_64gpu, "),
+    ],
+)
+def test_a_recipe_that_there_is_not_is_told_of_those_that_are(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main(["experiment=grpo", word] if "size" in word else [word]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_every_word_of_the_command_has_its_tool() -> None:
     for word, module in cli.TOOLS.items():
         assert f"rft {word} " in cli.USAGE
