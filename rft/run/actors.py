@@ -109,6 +109,7 @@ class Actors:
         self.threads: list[threading.Thread] = []
         self.ready = False
         self.closing = False
+        self.lost = False  # Ray itself
         self.ending = threading.Event()
         self.address = ""
         self.seats = cards.Seats(config.cluster.cards)
@@ -123,6 +124,7 @@ class Actors:
         """
         config = self.config
         self.address = cluster.start(config)
+        self._thread(self._watch_ray)
         if "RAY_AUTH_MODE" in os.environ:  # set by Ray as it starts; a client without it is refused
             self.rank_environment["RAY_AUTH_MODE"] = os.environ["RAY_AUTH_MODE"]
         if config.cluster.ray_address and config.device == "cuda":
@@ -178,7 +180,7 @@ class Actors:
         self.closing = True
         self.ending.set()
         self.fleet.close()
-        if not ray.is_initialized():
+        if self.lost or not ray.is_initialized():  # a shutdown of what is lost ends this process
             return
         deadline = time.monotonic() + grace_s
         explorer = [self.explorer] if self.explorer else []  # it asks the others for things
@@ -368,6 +370,12 @@ class Actors:
         thread = threading.Thread(target=target, args=arguments, daemon=True)
         thread.start()
         self.threads.append(thread)
+
+    def _watch_ray(self) -> None:
+        is_private = self.config.cluster.ray_address is None
+        if why := cluster.await_loss(self.address, is_private, self.ending):
+            self.lost = True
+            self._fail("ray", "holding the parts", PartFailed("ray", why))
 
     def _watch(self, part: str, handle: ActorHandle[Any], restarts: Restarts) -> None:
         """One thread per actor, asleep until the actor dies or says what broke it; then it follows

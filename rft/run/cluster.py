@@ -10,7 +10,9 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,9 +29,11 @@ log = logging.getLogger(__name__)
 # for batches of tokens; weights only where `synchronizer.sync_method=memory`
 OBJECT_STORE_BYTES = 256 * 2**20  # beside weights and experiences
 BATCHES = 2  # in the store at a time: on the way to the buffer, and to rank 0
+# Ray ends a process, without a word of ours, to which its head has not answered for so long
+RECONNECT, RECONNECT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 60.0
 PRIVATE_RAY = {
     # without its head a private Ray ends itself, after this
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    RECONNECT: "30",
     "RAY_worker_niceness": "0",  # Ray's 15 would let everything else go before the engines
     "RAY_task_events_report_interval_ms": "0",  # nobody asks it what became of each call
     # workers without an actor's environment are of no use, and start before it
@@ -139,6 +143,23 @@ def token_refused(home: Path, environment: Mapping[str, str]) -> str:
         f"HOME={home}: the token of a private Ray is kept in {path}, which cannot be {what}: "
         "give HOME a directory of yours, or the token in the variable RAY_AUTH_TOKEN"
     )
+
+
+def await_loss(address: str, is_private: bool, ending: threading.Event) -> str:
+    """Return why when there is no Ray at this address any more, empty once `ending` is set. A head
+    that is not ours may be started again; what is left of Ray's patience is for our end.
+    """
+    host, _, port = address.rpartition(":")
+    patience = 0.0 if is_private else float(os.environ.get(RECONNECT, RECONNECT_S)) / 2
+    heard = time.monotonic()
+    while not ending.wait(LOOK_S):
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), LOOK_S).close()
+            heard = time.monotonic()
+        except OSError as error:
+            if time.monotonic() - heard > patience:
+                return f"nobody answers at {address} ({error})"
+    return ""
 
 
 @dataclass(frozen=True)

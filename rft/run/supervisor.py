@@ -40,9 +40,16 @@ from rft.trainer.feed import reads_files
 if TYPE_CHECKING:
     from rft.run.actors import Actors, Work
 
-EXIT_CODES = {"trainer": 10, "engine": 11, "explorer": 12, "buffer": 13, "synchronizer": 14}
+EXIT_CODES = {
+    "ray": 1,
+    "trainer": 10,
+    "engine": 11,
+    "explorer": 12,
+    "buffer": 13,
+    "synchronizer": 14,
+}
 # a later one fails when an earlier one is gone
-CAUSES = ("buffer", "engine", "synchronizer", "explorer", "trainer")
+CAUSES = ("ray", "buffer", "engine", "synchronizer", "explorer", "trainer")
 SETTLE_S = 2.0  # between a part's death and the word of it: Ray sees a closed socket at once
 # for processes that end by themselves, like those that give back the shared memory of a killed one
 LAST_S = 3.0
@@ -227,7 +234,7 @@ def root_cause(first: Event, events: Events) -> Event:
     failures, deadline = [first], time.monotonic() + SETTLE_S
     while True:
         worst = min(failures, key=lambda event: CAUSES.index(kind(event)))
-        if kind(worst) in CAUSES[:2]:
+        if kind(worst) in CAUSES[:3]:
             return worst
         try:
             event = events.get(timeout=max(0.0, deadline - time.monotonic()))

@@ -83,8 +83,9 @@ def check_failed(run: Run, expected: int, *words: str) -> None:
         ("ray::Explorer", 12, ("explorer failed while exploring", "its process died")),
         ("ray::Synchronizer", 14, ("synchronizer failed while publishing", "its process died")),
         ("rft.run.rank ", 10, ("trainer rank 0 failed while", "killed by SIGKILL")),
+        ("gcs_server", 1, ("ray failed while holding the parts: nobody answers at ",)),
     ],
-    ids=["engine", "explorer", "synchronizer", "rank"],
+    ids=["engine", "explorer", "synchronizer", "rank", "ray"],
 )
 def test_part_killed(
     command: list[str], job: Path, title: str, code: int, words: tuple[str, ...]

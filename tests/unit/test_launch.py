@@ -6,7 +6,9 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +41,7 @@ def failed(part: str) -> Event:
         (["explorer", "trainer rank 0", "engine_0"], "engine_0"),
         (["engine_0", "trainer rank 0"], "engine_0"),
         (["explorer", "buffer"], "buffer"),
+        (["explorer", "ray"], "ray"),
         (["trainer rank 0", "explorer"], "explorer"),  # an evaluation that all tasks failed in
         (["trainer rank 3"], "trainer rank 3"),
         (["synchronizer", "trainer launcher"], "synchronizer"),
@@ -376,6 +379,33 @@ def test_actors_are_in_the_namespace_of_the_config(monkeypatch: pytest.MonkeyPat
     cluster.start(config)
     assert [one["namespace"] for one in told] == ["mine", "mine"]
     assert [one["address"] for one in told] == ["local", "10.0.0.1:6379"]
+
+
+def test_a_ray_that_is_gone_is_told_before_it_ends_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "LOOK_S", 0.01)
+    monkeypatch.setenv(cluster.RECONNECT, "0")  # a head of others': half of that
+    ending, failures = threading.Event(), list[tuple[str, ...]]()
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        config = Config(name="a", checkpoint_root_dir=str(tmp_path))
+        made = actors.Actors(config, tmp_path, lambda *told: failures.append(told), print)
+        made.address = address
+        heard = threading.Thread(target=made._watch_ray)
+        heard.start()
+        head.accept()[0].close()  # it is asked, and lives
+        assert not failures
+    heard.join()
+    ((part, phase, cause),) = failures
+    assert (part, phase) == ("ray", "holding the parts") and kind(Event(part)) in EXIT_CODES
+    assert cause.startswith(f"nobody answers at {address} (")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("that would end this process"))
+    made.close(0.0)
+    assert cluster.await_loss(address, False, threading.Event())
+    ending.set()
+    assert cluster.await_loss(address, True, ending) == ""
 
 
 def test_an_actor_that_another_run_has_is_told_with_the_key(
