@@ -109,7 +109,6 @@ class Actors:
         self.threads: list[threading.Thread] = []
         self.ready = False
         self.closing = False
-        self.lost = False  # Ray itself
         self.ending = threading.Event()
         self.address = ""
         self.seats = cards.Seats(config.cluster.cards)
@@ -180,8 +179,8 @@ class Actors:
         self.closing = True
         self.ending.set()
         self.fleet.close()
-        if self.lost or not ray.is_initialized():  # a shutdown of what is lost ends this process
-            return
+        if not ray.is_initialized() or cluster.silence(self.address):
+            return  # the shutdown of a Ray that is gone would end this process without a word
         deadline = time.monotonic() + grace_s
         explorer = [self.explorer] if self.explorer else []  # it asks the others for things
         others = [handle for handle in (self.buffer, self.synchronizer) if handle]
@@ -374,7 +373,6 @@ class Actors:
     def _watch_ray(self) -> None:
         is_private = self.config.cluster.ray_address is None
         if why := cluster.await_loss(self.address, is_private, self.ending):
-            self.lost = True
             self._fail("ray", "holding the parts", PartFailed("ray", why))
 
     def _watch(self, part: str, handle: ActorHandle[Any], restarts: Restarts) -> None:

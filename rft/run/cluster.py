@@ -149,16 +149,23 @@ def await_loss(address: str, is_private: bool, ending: threading.Event) -> str:
     """Return why when there is no Ray at this address any more, empty once `ending` is set. A head
     that is not ours may be started again; what is left of Ray's patience is for our end.
     """
-    host, _, port = address.rpartition(":")
     patience = 0.0 if is_private else float(os.environ.get(RECONNECT, RECONNECT_S)) / 2
     heard = time.monotonic()
     while not ending.wait(LOOK_S):
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), LOOK_S).close()
-            heard = time.monotonic()
-        except OSError as error:
-            if time.monotonic() - heard > patience:
-                return f"nobody answers at {address} ({error})"
+        why = silence(address)
+        if why and time.monotonic() - heard > patience:
+            return why
+        heard = heard if why else time.monotonic()
+    return ""
+
+
+def silence(address: str) -> str:
+    """Why nobody answers there; empty where somebody does."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), LOOK_S).close()
+    except OSError as error:
+        return f"nobody answers at {address} ({error})"
     return ""
 
 
