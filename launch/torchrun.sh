@@ -31,5 +31,6 @@ elif ((NNODES > 1)); then
     start=(torch.distributed.run --nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
 fi
 [[ $NNODES == *:* ]] || ranks=("trainer.num_ranks=$((NNODES * RANKS))")
+start+=(--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1) # passed on to the ranks; torch's own are without the last
 read -ra more <<<"${TORCHRUN:-}"
 exec "$PYTHON" -m "${start[@]}" --nproc-per-node="$RANKS" "${more[@]}" -m rft.train "${ranks[@]}" "$@"

@@ -11,6 +11,7 @@ back never meet the addresses of those that died.
 """
 
 import os
+import signal
 import sys
 
 from torch.distributed import HashStore
@@ -60,9 +61,21 @@ def _handler(params: RendezvousParameters) -> Loopback:
     return Loopback(HOST, port, 0, 1, params.run_id, TIMEOUT_S)
 
 
-if __name__ == "__main__":
+def main(words: list[str]) -> int:
+    """Exit code; that of a signal as a run that starts its own ranks has it."""
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
 
     rendezvous_handler_registry.register(BACKEND, _handler)
     os.environ.update(loopback_environment(engines_too=False))
-    run.main([f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={HOST}:0", *sys.argv[1:]])
+    try:
+        run.main([f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={HOST}:0", *words])
+    except SignalException as stop:  # the ranks have ended, and have told where they stood
+        told = f"stopped by {signal.Signals(stop.sigval).name}; run the same command again to go on"
+        print(f"rft: {told}", file=sys.stderr, flush=True)
+        return 128 + stop.sigval
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

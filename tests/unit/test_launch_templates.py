@@ -111,6 +111,8 @@ def test_torchrun_from_any_directory_passes_words_as_they_are(tmp_path: Path) ->
     )
     words = done.stdout.splitlines()
     assert words[:2] == ["-m", "rft.run.loopback"]
+    (handled,) = [word for word in words if word.startswith("--signals-to-handle=")]
+    assert {"SIGTERM", "SIGINT", "SIGUSR1"} <= set(handled.partition("=")[2].split(","))
     assert words[-5:] == [
         "-m",
         "rft.train",

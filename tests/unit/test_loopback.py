@@ -52,6 +52,25 @@ def test_ranks_meet_at_the_port_of_the_config(tmp_path: Path) -> None:
         assert told["at"] == f"127.0.0.1:{port}"
 
 
+RANK = """
+import os, signal
+signal.signal(signal.SIGUSR1, lambda *_: print("saved", flush=True) or os._exit(138))
+os.kill(os.getppid(), signal.SIGUSR1)
+while True:
+    signal.pause()
+"""
+
+
+def test_a_signal_reaches_the_ranks_of_torchrun_and_is_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [sys.executable, "-m", "rft.run.loopback", "--signals-to-handle=SIGUSR1"]
+    command += ["--nproc-per-node=1", str(tmp_path / "rank.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stdout) == (138, "saved\n"), done.stderr
+    assert "rft: stopped by SIGUSR1; run the same command again to go on" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def free_port() -> int:
     store = hosted_store("127.0.0.1", 0, timedelta(seconds=1))
     return int(store.port)
