@@ -118,7 +118,8 @@ class ClusterConfig(Section):
     node_num: Annotated[PosInt, "machines of the run"] = 1
     gpu_per_node: Annotated[PosInt | None, "default: detected"] = None
     ray_address: Annotated[
-        Str | None, "host:port of a cluster, or auto: $RAY_ADDRESS; default: a private one here"
+        Str | None,
+        "host:port or [IPv6]:port of a cluster, or auto: $RAY_ADDRESS; default: a private one here",
     ] = None
     ray_num_cpus: Annotated[
         PosInt | None, "logical CPUs of the private cluster; default: one per actor of the start"

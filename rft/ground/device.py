@@ -498,13 +498,18 @@ def collective_timeout(seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    """Of what is given as numbers."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def hosted_store(address: str, port: int, timeout: timedelta) -> "TCPStore":
     """Host a store of torch's that listens at `address` alone; torch by itself listens on every
     interface. Port 0: any.
     """
     from torch.distributed import TCPStore
 
-    listener = socket.create_server((address, port))
+    listener = socket.create_server((address, port), family=family_of(address))
     return TCPStore(
         address,
         listener.getsockname()[1],

@@ -454,7 +454,7 @@ def _ray(c: Config) -> None:
         return
     host, _, port = c.cluster.ray_address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=5).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"cluster.ray_address={c.cluster.ray_address}: no Ray answers there ({error}); start "

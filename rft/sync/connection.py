@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from rft.ground.device import family_of
 from rft.ground.experience import Record, encode
 from rft.ground.process import HEADER, NamedThread, accepted, frame, one_message
 
@@ -197,7 +198,7 @@ class Listener:
         self._admit = admit
         self._serve = serve
         self._secret = secrets.token_hex(16)
-        tcp = socket.create_server((address, 0), backlog=BACKLOG)
+        tcp = socket.create_server((address, 0), family=family_of(address), backlog=BACKLOG)
         unix = socket.socket(socket.AF_UNIX)
         unix.bind("")  # Linux gives it an abstract name
         unix.listen(BACKLOG)
@@ -372,9 +373,11 @@ def own_address(cluster: str | None) -> str:
     """
     if cluster is None:
         return "127.0.0.1"
-    peer = socket.gethostbyname(cluster.rpartition(":")[0])
-    if ipaddress.ip_address(peer).is_loopback:
+    host = cluster.rpartition(":")[0].strip("[]")
+    found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    family, peer = min((each[0], each[4]) for each in found)  # IPv4, where there is one
+    if ipaddress.ip_address(peer[0]).is_loopback:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(peer)
         return str(probe.getsockname()[0])

@@ -4,6 +4,7 @@ place after one has died.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -13,8 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
+from rft.config import Config
 from rft.ground.device import hosted_store
-from rft.sync.connection import own_address
+from rft.preflight.inputs_models import _ray
+from rft.run import cluster
+from rft.sync.connection import Listener, own_address
 
 PROGRAM = Path(__file__).with_name("tiny_ranks.py")
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
@@ -74,6 +78,29 @@ def test_a_signal_reaches_the_ranks_of_torchrun_and_is_its_exit_code(tmp_path: P
 def free_port() -> int:
     store = hosted_store("127.0.0.1", 0, timedelta(seconds=1))
     return int(store.port)
+
+
+IPV6 = pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+
+
+@IPV6
+def test_the_ray_of_a_run_may_be_at_an_address_of_ipv6() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as head:
+        config = Config(name="a")
+        config.cluster.ray_address = f"[::1]:{head.getsockname()[1]}"
+        _ray(config)
+        assert own_address(config.cluster.ray_address) == "127.0.0.1"
+        assert cluster.silence(config.cluster.ray_address) == ""
+
+
+@IPV6
+def test_engines_find_ranks_and_stores_at_an_address_of_ipv6() -> None:
+    listener = Listener("::1", 5.0, lambda hello: "", lambda peer, hello: None)
+    try:
+        socket.create_connection(("::1", listener.endpoint["port"]), 5.0).close()
+    finally:
+        listener.close()
+    assert hosted_store("::1", 0, timedelta(seconds=5)).host == "::1"
 
 
 def test_a_store_listens_at_its_own_address_alone() -> None:
