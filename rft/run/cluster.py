@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 # for batches of tokens; weights only where `synchronizer.sync_method=memory`
 OBJECT_STORE_BYTES = 256 * 2**20  # beside weights and experiences
 BATCHES = 2  # in the store at a time: on the way to the buffer, and to rank 0
+SLOW_S = 5.0  # a private Ray's head never comes back, but may be slow to answer on busy cores
 # Ray ends a process, without a word of ours, to which its head has not answered for so long
 RECONNECT, RECONNECT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 60.0
 PRIVATE_RAY = {
@@ -149,7 +150,8 @@ def await_loss(address: str, is_private: bool, ending: threading.Event) -> str:
     """Return why when there is no Ray at this address any more, empty once `ending` is set. A head
     that is not ours may be started again; what is left of Ray's patience is for our end.
     """
-    patience = 0.0 if is_private else float(os.environ.get(RECONNECT, RECONNECT_S)) / 2
+    given_up = float(os.environ.get(RECONNECT, RECONNECT_S)) / 2
+    patience = min(SLOW_S, given_up) if is_private else given_up
     heard = time.monotonic()
     while not ending.wait(LOOK_S):
         why = silence(address)

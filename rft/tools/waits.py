@@ -313,7 +313,7 @@ run/cluster.py
 hold_rank_cards | GPUs of the ranks in Ray | `HOLD_S` | the start is refused
 await_engine_cards | GPUs of engines in Ray | `JOIN_S` | the run ends
 await_loss | the end of the Ray | none: until the run ends | half of `RECONNECT` without an \
-answer, of a private one the first: the run ends
+answer, of a private one `SLOW_S`: the run ends
 silence | a connection to the Ray's head | `LOOK_S` | it is told as silent
 run/control_socket.py
 ControlSocket._serve | whoever asks `rft engines` | none: a thread of its own | nothing waits for \
