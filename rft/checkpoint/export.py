@@ -31,7 +31,7 @@ from rft.checkpoint.reader import Checkpoint, Mismatch
 from rft.checkpoint.sharding import MODEL, Claim
 from rft.checkpoint.storage import Disk, LocalSink, Storage, open_storage
 from rft.config import ConfigError
-from rft.ground import durable
+from rft.ground import durable, hubs
 from rft.ground.names import (
     ITEM_BYTES,
     Dims,
@@ -193,7 +193,7 @@ def carried(source: Path, dims: Dims) -> list[Tensor]:
     """Tensors of the source's files that are in no checkpoint."""
     kinds = {short: name for name, short in SAFETENSORS.items()}
     found = []
-    for path in sorted(source.glob("*.safetensors")) if dims.ahead else ():
+    for path in hubs.local_weights(source) if dims.ahead else ():
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             fields = json.loads(file.read(size))

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
@@ -156,13 +156,23 @@ def small_files(found: Found, code: bool) -> list[str]:
 
 
 def weight_files(found: Found) -> list[str]:
+    return weights_among(found.folder, found.sizes)
+
+
+def local_weights(folder: Path) -> list[Path]:
+    """The files of a directory that hold its weights; one that the index names may be missing."""
+    there = [path.name for path in sorted(folder.glob("*.safetensors"))]
+    return [folder / one for one in weights_among(folder, there)]
+
+
+def weights_among(folder: Path, there: Iterable[str]) -> list[str]:
     """Those that the index names; without one, those at the top that are no second copy."""
-    if INDEX in found.sizes:
-        told = json.loads((found.folder / INDEX).read_text(encoding="utf-8"))
-        return sorted(set(told["weight_map"].values()))
-    there = [one for one in found.sizes if "/" not in one and one.endswith(".safetensors")]
-    whole = [one for one in there if one == "model.safetensors"]
-    return whole or [one for one in there if not one.startswith("consolidated")]
+    index = folder / INDEX
+    if index.exists():
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    top = [one for one in there if "/" not in one and one.endswith(".safetensors")]
+    whole = [one for one in top if one == "model.safetensors"]
+    return whole or [one for one in top if not one.startswith("consolidated")]
 
 
 def _sizes(name: Name, folder: Path, cache: str | None = None) -> dict[str, int]:

@@ -7,7 +7,6 @@ keeps.
 """
 
 import heapq
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from rft.config import ConfigError
+from rft.ground import hubs
 from rft.ground.adapters import PREFIX, Lora, adapter, adapter_names, beside
 from rft.ground.names import (
     VALUE_HEAD,
@@ -116,11 +116,7 @@ class HFReader:
     """
 
     def __init__(self, path: str | Path, hf: dict[str, Any]):
-        files = sorted(Path(path).glob("*.safetensors"))
-        index = Path(path) / "model.safetensors.index.json"
-        if index.exists():
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            files = [Path(path) / name for name in sorted(named)]
+        files = hubs.local_weights(Path(path))
         absent = [file.name for file in files if not file.exists()]
         if absent or not files:
             raise ConfigError(

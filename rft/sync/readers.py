@@ -32,7 +32,7 @@ from rft.checkpoint.records import CHUNK
 from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import open_storage
 from rft.checkpoint.targets import Array
-from rft.ground import host_memory
+from rft.ground import host_memory, hubs
 from rft.ground.names import ITEM_BYTES, read_hf_config
 from rft.ground.node_file import NodeFile
 from rft.ground.protocols import Block
@@ -290,7 +290,7 @@ def file_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a Hugging Face directory's safetensors files."""
     from safetensors import safe_open
 
-    files = sorted(Path(path).glob("*.safetensors"))
+    files = hubs.local_weights(Path(path))
     if not files:
         raise FileNotFoundError(f"{path} holds no *.safetensors")
     for file in files:

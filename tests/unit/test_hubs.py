@@ -4,6 +4,7 @@ has: what a start looks at, what it fetches, and what a later start keeps to.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,14 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rft import config as configs
 from rft import preflight
 from rft.config import Config, ConfigError
 from rft.data.files import data_files, load_rows
 from rft.ground import hubs
+from rft.ground.names import read_hf_config
+from rft.megatron.weights import HFReader
 from rft.preflight import inputs_hubs
 from rft.run import stages
+from rft.sync.readers import file_tensors
 from tests.unit.served_hub import ServedHub, serving
 from tests.unit.test_config import changed, composed_grpo, grpo
 
@@ -291,3 +297,21 @@ def test_a_file_behind_a_url_is_known_by_its_content(
     file.unlink()
     with pytest.raises(ConfigError, match="no longer the file with sha256"):
         started(assets, tmp_path, f"{TASKS}.path={url}")
+
+
+def test_second_copies_beside_the_weights_of_a_directory_are_not_read(
+    assets: Path, tmp_path: Path
+) -> None:
+    """As Mistral's repositories have one, in names of its own."""
+    model = tmp_path / "model"
+    shutil.copytree(assets / "model", model)
+    save_file({"tok_embeddings.weight": torch.zeros(2)}, model / "consolidated.safetensors")
+    HFReader(model, read_hf_config(model))
+    assert "tok_embeddings.weight" not in dict(file_tensors(str(model)))
+    whole = model / "model.safetensors"
+    parts = [model / f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
+    whole.rename(parts[0])
+    shutil.copy(parts[0], parts[1])
+    assert hubs.local_weights(model) == parts
+    (model / hubs.INDEX).write_text(json.dumps({"weight_map": {"a": parts[1].name}}))
+    assert hubs.local_weights(model) == parts[1:]
