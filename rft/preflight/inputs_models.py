@@ -553,7 +553,8 @@ PLACES = (  # tried at a start only
         "cluster.colocate explorer.rollout_model "
         f"synchronizer.sync_method synchronizer.receive model.lora_configs {MODEL} {AUXILIARY} "
         f"{SERVICE_TRAINS} "
-        "trainer.max_token_len_per_gpu model.teacher_model_path",
+        "trainer.max_token_len_per_gpu model.teacher_model_path model.ref_model_path "
+        "model.critic_model_path",
         _fits,
         reads="algorithm trainer.recompute_granularity trainer.ppo_mini_batch_size "
         "buffer.batch_size buffer.train_batch_size model.max_model_len "

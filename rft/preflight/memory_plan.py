@@ -20,6 +20,7 @@ A stage of a pipeline keeps as many microbatches as there are stages behind it. 
 holds more than is in use at a time (HEAP, measured).
 """
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -176,7 +177,7 @@ def beside(config: Config, policy: Numbers) -> tuple[list[Numbers], list[Numbers
     """
 
     def of(path: str | None) -> Numbers:
-        if not path or not Path(path, "config.json").is_file():
+        if not path or not os.access(Path(path, "config.json"), os.R_OK):
             return policy
         hf = read_hf_config(path)
         return numbers(Dims.of(hf), architecture_of(hf))

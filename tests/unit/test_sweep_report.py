@@ -122,4 +122,4 @@ def test_what_cannot_be_read_or_written_is_named(
     for text in ("{", '{"unheard": 1}'):
         record.write_text(text)
         assert sweep_report.main([str(sweep_dir)]) == 2
-        assert f"{record} is no record of a trial" in capsys.readouterr().err
+        assert f"{record} is not as it was written" in capsys.readouterr().err
