@@ -136,6 +136,7 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     scores: dict[str, float | None] = {}
     recent_losses: list[float | None] = []
     skips: tuple[int, int] = (0, 0)
+    gates: dict[str, list[float | None]] = {}
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,7 +91,7 @@ def assemble(
         compare(gates, mesh, models, loop)
         tokenizer = coming.result() if coming else None
         feed = build_feed(config, mesh, models, tokenizer)
-        step, losses = resume(loop, feed, skips, epoch)
+        step, losses = resume(loop, feed, skips, gates, epoch)
     source = "memory" if checkpoints.remembered is not None else "disk"
     reached = max(RunRecord(backend.job).last_step, checkpoints.reached) if lead else 0
     recovery.resumed(step, reached, source if step else "", checkpoints.read)
@@ -291,13 +291,14 @@ def restored(checkpoints: "Saves", models: Models) -> dict[str, Any]:
 
 
 def resume(
-    loop: dict[str, Any], feed: Feed, skips: SkippedSteps, epoch: int
+    loop: dict[str, Any], feed: Feed, skips: SkippedSteps, gates: Gates, epoch: int
 ) -> tuple[int, deque[float]]:
     """Go on there, and tell the buffer; returns the policy version and the losses of the steps
     before it.
     """
     step = int(loop["step"])
     skips.restore(loop.get("skips", [0, 0]))
+    gates.restore(loop.get("gates", {}))
     if isinstance(feed.source, control.QueueSource):
         ends, known = feed.source.mark(), loop.get("journal") or 0
         if ends < known:

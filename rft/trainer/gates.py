@@ -16,6 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from statistics import median
 from typing import Any
 
@@ -182,6 +183,16 @@ class Gates:
                     f"{gate.cause}",
                 )
         return {"drift/alarms": float(passed)}
+
+    def state(self) -> dict[str, list[float]]:
+        """What a resume must find again: the numbers that the next medians are of."""
+        return {name: list(values) for name, values in self.recent.items()}
+
+    def restore(self, kept: Mapping[str, Sequence[float | None]]) -> None:
+        """What `state` gave; JSON has null for what is no number."""
+        for name, values in kept.items():
+            numbers = (nan if value is None else value for value in values)
+            self.recent[name] = deque(numbers, maxlen=WINDOW)
 
     def _is_asked(self, gate: Limit) -> bool:
         """Whether the number means something in this run."""

@@ -213,6 +213,7 @@ class Trainer:
             "run_epoch": self.run_epoch,
             "recent_losses": list(self.recent_losses),
             "skips": self.skips.state(),
+            "gates": self.gates.state(),
         }
 
     def _is_done(self, step: int) -> bool:

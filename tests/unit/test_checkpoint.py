@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Iterator
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from rft.data.packing import Cost
 from rft.run.assembly import restored, resume
 from rft.trainer.control import QueueSource
 from rft.trainer.feed import Feed
+from rft.trainer.gates import Gates
 from rft.trainer.reporting import SkippedSteps
 from tests.unit.test_feed import Alone
 
@@ -148,19 +150,24 @@ def test_a_new_job_begins_from_another_ones_checkpoint(memory_path: Path) -> Non
 
 
 def test_a_rank_goes_on_where_its_newest_checkpoint_stands(memory_path: Path) -> None:
-    """With the losses and the skipped steps before it; where there is none, at 0."""
+    """With the losses, skipped steps and numbers of gates before it; where there is none, at 0."""
     root, state = memory_path / "c", plain().fill(6)
     feed = Feed(None, Alone(), AlgorithmConfig(), 1, 1, Cost())
     with managed(root, state) as manager:
         skips = SkippedSteps(memory_path, 0, True, print)
-        assert resume(restored(manager, state), feed, skips, 1) == (0, deque())
-        manager.save(6, state, {"recent_losses": [0.5, 0.25], "skips": [2, 1]})
+        assert resume(restored(manager, state), feed, skips, Gates(), 1) == (0, deque())
+        judged = Gates(recent={"clipped": deque([0.4, 0.5]), "engine": deque([nan])}).state()
+        loop = {"recent_losses": [0.5, 0.25], "skips": [2, 1], "gates": judged}
+        manager.save(6, state, loop)
         manager.before_update()
         manager.wait(6)
     found, skips = plain(), SkippedSteps(memory_path, 0, True, print)
     again = CheckpointManager(root, OneRank(), trainer_config(), epoch=2)
-    assert resume(restored(again, found), feed, skips, 2) == (6, deque([0.5, 0.25]))
+    gates = Gates()
+    assert resume(restored(again, found), feed, skips, gates, 2) == (6, deque([0.5, 0.25]))
     assert skips.state() == [2, 1] and equal(found, state)
+    assert repr(gates.state()) == repr(judged)
+    assert gates.after(7, {"clip_frac": 0.1})["drift/alarms"] == 1  # by the median of three
 
 
 class Ended(QueueSource):
@@ -182,7 +189,7 @@ def test_a_journal_that_ends_before_the_checkpoint_is_told_of(
     skips = SkippedSteps(memory_path, 0, True, print)
     for position, is_short in ((40, True), (100, False)):
         feed = Feed(Ended(position), Alone(), AlgorithmConfig(), 1, 1, Cost())
-        assert resume({"step": 6, "journal": 100}, feed, skips, 2)[0] == 6
+        assert resume({"step": 6, "journal": 100}, feed, skips, Gates(), 2)[0] == 6
         assert ("journal ends at 40, and this state" in capsys.readouterr().out) is is_short
 
 

@@ -123,6 +123,7 @@ CRAFTED = {
     "a step that is none": manifest(loop={"step": "2"}),
     "scores that are none": manifest(loop={"step": 2, "scores": [1]}),
     "skips that are none": manifest(loop={"step": 2, "skips": "x"}),
+    "gates that are none": manifest(loop={"step": 2, "gates": {"clipped": ["x"]}}),
     "losses that are none": manifest(loop={"step": 2, "recent_losses": ["x"]}),
     "fewer receipts": lambda root: seal(root, receipts(root)[:1]),
     "more ranks": manifest(world=10**18),
