@@ -36,10 +36,13 @@ ELSE = {  # what is wrong first is said of another key now, or of what a user me
     ("buffer.explorer_input.default_workflow_type", "math_workflow"),  # Trinity-RFT's name
     ("buffer.explorer_input.eval_tasksets[].rollout_args", "{zz:1}"),
     ("buffer.explorer_input.eval_tasksets[].format", "{prompt_key:zz}"),
+    ("algorithm", "zz"),  # of a recipe rft says itself which there are
+    ("monitor", "zz"),
     *(("algorithm.kl_penalty_fn", name) for name in ("k1", "k2", "abs")),  # fewer are advised
 }
 REWORDED = {
     " (a local file or directory; rft downloads nothing)": "",
+    "(the likeliest token) or more": "(the likeliest token)",
     "the local directory of": "the directory, or hub name, of",
 }
 # names behind it may be more, and in any order
@@ -55,6 +58,8 @@ MENDED = {  # what is decided otherwise since
         ("+buffer.explorer_input.taskset.workflow_args", "{zz:1}"),  # none knows it
         # of rows, which are messages then
         *((f"{place}.format.prompt_type", value) for place in FILES for value in ("null", "''")),
+        # a column that no row has was no column
+        *((f"{FILES[1]}.format.tools_key", name) for name in ("abc", "123", "1.5", "true")),
         # a store is tried out before the start
         *(("trainer.checkpoint.storage", url) for url in ("file:///nowhere", "s3://a/b")),
     },

@@ -12,7 +12,7 @@ import pytest
 import torch
 from made import commit, source, sources_of, storage_at
 from safetensors.torch import load_file
-from states import managed, plain, save, trainer_config
+from states import managed, plain, save, trainer_config, until
 
 from rft.checkpoint import catalog, fence, single
 from rft.checkpoint.catalog import list_entries
@@ -58,7 +58,7 @@ def test_ls_tells_what_agents_hold_while_they_live(tmp_path: Path, capsys: Said)
         save(manager, 1, state.fill(1))
         manager.save(2, state.fill(2), {}, full=False, memory=True)
         manager.before_update()
-        manager.wait(2)
+        until(lambda: manager.in_memory == 2, "it is kept in memory")
         (agent,) = map(fence.holder, fence.living_agents(control))
         assert main(["ls", str(job)]) == 0 and "in memory" not in capsys.readouterr().out
         rows = {"step": 2, **manager.metrics()}, {"step": 3, "loss": 0.1}
