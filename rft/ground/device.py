@@ -498,7 +498,7 @@ def collective_timeout(seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def family_of(address: str) -> socket.AddressFamily:
+def socket_family(address: str) -> socket.AddressFamily:
     """Of what is given as numbers."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
@@ -509,7 +509,7 @@ def hosted_store(address: str, port: int, timeout: timedelta) -> "TCPStore":
     """
     from torch.distributed import TCPStore
 
-    listener = socket.create_server((address, port), family=family_of(address))
+    listener = socket.create_server((address, port), family=socket_family(address))
     return TCPStore(
         address,
         listener.getsockname()[1],

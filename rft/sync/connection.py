@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rft.ground.device import family_of
+from rft.ground.device import socket_family
 from rft.ground.experience import Record, encode
 from rft.ground.process import HEADER, NamedThread, accepted, frame, one_message
 
@@ -198,7 +198,7 @@ class Listener:
         self._admit = admit
         self._serve = serve
         self._secret = secrets.token_hex(16)
-        tcp = socket.create_server((address, 0), family=family_of(address), backlog=BACKLOG)
+        tcp = socket.create_server((address, 0), family=socket_family(address), backlog=BACKLOG)
         unix = socket.socket(socket.AF_UNIX)
         unix.bind("")  # Linux gives it an abstract name
         unix.listen(BACKLOG)
