@@ -270,7 +270,8 @@ def rec(
     of it is held constant. Ranges: one-side, r <= 1 + high where A >= 0 and r >= 1 - low where A <
     0; two-side, both; ring, two-side or (A >= 0 and r <= 1 - low') or (A <= 0 and r >= 1 + high').
     w: 1, r, or exp(A / temp). Regularisers: k2, c (logprobs - old)^2; forward-kl, -c logprobs.
-    (With gspo-one-side Trinity-RFT aggregates by seq-mean-token-mean; here loss_agg_mode says how.)
+    (Trinity-RFT takes seq-mean-token-mean with gspo-one-side; here loss_agg_mode says how, and a
+    file of Trinity-RFT that leaves it out gets that.)
     """
     advantage, log_ratio = fields.advantage, limited(logprobs.detach() - fields.old)
     ratio = log_ratio.exp()

@@ -113,6 +113,15 @@ def _teacher(get: Get) -> Any:
     return models.pop(0).get("model_path", UNSET) if has_path else UNSET
 
 
+def _aggregation(get: Get) -> Any:
+    args, kind = "algorithm.policy_loss_fn_args", get("algorithm.policy_loss_fn") or get(TYPE)
+    if get(f"{args}.loss_agg_mode") is not None:
+        return UNSET
+    if kind == "rec" and get(f"{args}.clip_mode") == "gspo-one-side":
+        return "seq-mean-token-mean"
+    return "token-mean" if get(TYPE) == "gspo" else UNSET
+
+
 def _of_ring(get: Get) -> Any:
     """Where other arguments are given, its class says what is left out, and not its defaults."""
     args, kind = get("algorithm.policy_loss_fn_args"), get("algorithm.policy_loss_fn") or get(TYPE)
@@ -149,10 +158,10 @@ DEFAULTS: dict[str, Default] = {
         "k2 of grpo and dpo",
     ),
     "algorithm.loss_agg_mode": Default(
-        of_type({"gspo": "token-mean"}, "algorithm.policy_loss_fn_args.loss_agg_mode"),
-        "seq-mean-token-mean of gspo",
-        "a loss is token-mean unless the file says otherwise",
-        "token-mean of gspo",
+        _aggregation,
+        "seq-mean-token-mean of gspo, token-mean of rec",
+        "a loss is token-mean unless the file says otherwise, and rec has a mask with its own",
+        "token-mean of gspo, seq-mean-token-mean of rec with clip_mode gspo-one-side",
     ),
     "algorithm.policy_loss_fn_args.clip_range_high": Default(
         of_type({"dapo": 0.2}, "algorithm.policy_loss_fn_args.clip_range"),

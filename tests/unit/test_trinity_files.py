@@ -381,7 +381,17 @@ def test_arguments_that_are_called_otherwise(tmp_path: Path) -> None:
     assert arguments("rec", loss, ring) == ring | primes
     assert arguments("rec", loss, ring | {"epsilon_low_prime": 0.6})["epsilon_low_prime"] == 0.6
     usual = meant(tmp_path, "algorithm: {algorithm_type: rec}\n").config["algorithm"]
-    assert "policy_loss_fn_args" not in usual
+    assert "policy_loss_fn_args" not in usual and "loss_agg_mode" not in usual
+
+
+def test_a_mask_of_whole_responses_brings_its_mean_of_responses(tmp_path: Path) -> None:
+    def mean(**given: Any) -> Any:
+        text = json.dumps({"algorithm": {"algorithm_type": "rec", "policy_loss_fn_args": given}})
+        return meant(tmp_path, text).config["algorithm"].get("loss_agg_mode")
+
+    assert mean(clip_mode="gspo-one-side") == "seq-mean-token-mean"
+    assert mean(clip_mode="one-side") is None
+    assert mean(clip_mode="gspo-one-side", loss_agg_mode="token-mean") is None, "said"
 
 
 @pytest.mark.parametrize(
