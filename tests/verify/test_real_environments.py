@@ -269,14 +269,16 @@ adapter = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(adapter)
 made = adapter.TextWorld(games="games")
 made.reset({"seed": 1, "raw": {}})
-commands = ("look\0", "\0look", "look. SAVE", "quit")
+commands = ("look\0", "\0look", "open type Q box", "take Q-key", "look. SAVE", "look. q", "quit")
 found = [made.step(words)[3].get("unread", 0) for words in commands]
 print(json.dumps([found, [name for name in os.listdir(".") if os.path.isfile(name)]]))
 """
 
 
 def test_a_command_of_textworld_reaches_its_game_alone(tmp_path: Path) -> None:
-    """A zero ended the interpreter's process, with all its games; it saved where it stood."""
+    """A zero ended the interpreter's process, with all its games; it saved where it stood. Things
+    are named by letters.
+    """
     python = settings("textworld").interpreter
     adapter = str(ADAPTERS / "textworld_adapter.py")
     ran = subprocess.run(
@@ -287,7 +289,7 @@ def test_a_command_of_textworld_reaches_its_game_alone(tmp_path: Path) -> None:
         env={"HOME": str(tmp_path)},
         timeout=100,
     )
-    assert json.loads(ran.stdout.splitlines()[-1]) == [[0, 0, 1, 1], []]
+    assert json.loads(ran.stdout.splitlines()[-1]) == [[0, 0, 0, 0, 1, 1, 1], []]
 
 
 # ScienceWorld

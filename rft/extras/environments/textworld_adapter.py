@@ -17,9 +17,10 @@ import textworld
 
 # it reads C strings, so that it hangs or dies of a zero; other control characters mean nothing
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# games have a `type Q latchkey`, or a `Q-key`
 OF_INTERPRETER = re.compile(
-    r"\b(save|restore|restart|quit|q|undo|verify|script|transcript|notranscript|noscript|unscript"
-    r"|recording|replay)\b",
+    r"\b(save|restore|restart|quit|(?<!type )q(?!-)|undo|verify|script|transcript|notranscript"
+    r"|noscript|unscript|recording|replay)\b",
     re.IGNORECASE,
 )
 GAMES = Path(tempfile.gettempdir()) / f"rft-textworld-{os.getuid()}"
