@@ -86,7 +86,8 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     if "function" in call:
         return {**call, "function": _call(call["function"])}
     arguments = call.get("arguments")
-    return {**call, "arguments": json.loads(arguments)} if isinstance(arguments, str) else call
+    said = isinstance(arguments, str)  # nothing at all, of a function without any
+    return {**call, "arguments": json.loads(arguments or "{}")} if said else call
 
 
 def import_tokenizers() -> None:

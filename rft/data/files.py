@@ -13,6 +13,7 @@ Every refusal is a `ConfigError` that names the config key, the file and line, a
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ SUFFIXES = (".jsonl", ".json", *TABLES)
 # what `datasets` leaves beside the data
 ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 CACHED = "cache-*.arrow"  # what was computed of it
+SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 SPLITS = ("train", "test", "validation", "eval", "dev")
 ALSO = {"training": "train", "testing": "test", "val": "validation", "valid": "validation"}
 ALSO |= {"evaluation": "eval"}
@@ -159,7 +161,8 @@ def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path
     )
     named = [p for p in files if split_of(p.relative_to(root)) == ALSO.get(split, split)]
     unnamed = [p for p in files if split_of(p.relative_to(root)) is None and p.parent == root]
-    found = named or (unnamed if split == "train" else [])
+    of_name = [p for p in files if SHARD.sub("", p.stem) == split]  # like train_prefs
+    found = named or of_name or (unnamed if split == "train" else [])
     if not found:
         there = sorted(str(p.relative_to(root)) for p in files)[:8] or "none"
         raise ConfigError(
@@ -405,7 +408,7 @@ def content_problem(message: dict[str, Any]) -> str | None:
     for call in calls or []:
         asked = call.get("function", call) if isinstance(call, dict) else None
         arguments = asked.get("arguments") if isinstance(asked, dict) else MISSING
-        if arguments is MISSING or isinstance(arguments, str) and not is_json(arguments):
+        if arguments is MISSING or isinstance(arguments, str) and not is_json(arguments or "{}"):
             return f"has a call that is none of a function with arguments in JSON: {call}"[:160]
     return None
 

@@ -261,17 +261,18 @@ def test_what_the_template_does_not_write_is_refused_with_its_row(
         learned(tokenizer, path, **form)
 
 
+@pytest.mark.parametrize(("given", "made"), [('{"x": 1}', '{"x": 1}'), ("", "{}")])
 def test_content_in_parts_is_one_text_and_arguments_in_json_are_an_object(
-    tmp_path: Path, tokenizer: Any
+    tmp_path: Path, tokenizer: Any, given: str, made: str
 ) -> None:
     """As OpenAI has both, and as what an agent sends is shown to the model."""
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}]
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    call = {"type": "function", "function": {"name": "f", "arguments": given}}
     rows = [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call]}]
     path = lines(tmp_path / "a.jsonl", {"messages": rows})
     ((prompt, answer),) = learned(tokenizer, path, chat_template=TOOLS)
     assert prompt == "<|user|>2+2=<|end|><|assistant|>"
-    assert answer == '[{"name": "f", "arguments": {"x": 1}}]<|end|>'
+    assert answer == f'[{{"name": "f", "arguments": {made}}}]<|end|>'
 
 
 @pytest.mark.parametrize(
@@ -446,6 +447,15 @@ def test_a_validation_file_is_no_part_of_the_training_set(tmp_path: Path, name: 
         ("validation", [f"{name}.jsonl"]),
     ):
         assert [one.name for one in data_files(str(tmp_path), split, None, "key")] == found
+
+
+def test_a_split_may_have_a_longer_name(tmp_path: Path) -> None:
+    """As ultrafeedback's have, which are of one set, and not rows of one kind."""
+    names = [f"{split}-00000-of-00001.jsonl" for split in ("train_sft", "train_prefs", "test_sft")]
+    for name in names:
+        lines(tmp_path / name, {"prompt": "q", "response": "1"})
+    (found,) = data_files(str(tmp_path), "train_prefs", None, "key")
+    assert found.name == names[1]
 
 
 def test_what_datasets_keeps_beside_a_saved_set_is_no_part_of_it(tmp_path: Path) -> None:
