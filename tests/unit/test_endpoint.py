@@ -480,6 +480,14 @@ def test_a_count_is_a_number_that_counts(value: float) -> None:
         chat_format.read({"prompt": "x", "max_tokens": value}, Sampling())
 
 
+@pytest.mark.parametrize("prompt", ["x", [4, 5]])
+def test_a_list_of_one_prompt_is_that_prompt(prompt: Any) -> None:
+    """LangChain and lm-eval send it so; of more than one there would be several answers."""
+    assert chat_format.read({"prompt": [prompt]}, Sampling()).prompt == prompt
+    with pytest.raises(chat_format.ApiError, match="several requests"):
+        chat_format.read({"prompt": [prompt, prompt]}, Sampling())
+
+
 def test_what_engines_do_not_sample_at_is_greedy(tmp_path: Path) -> None:
     """vLLM samples at 0.01 where less is asked for: log-probabilities of another distribution than
     the recorded temperature says.
@@ -977,7 +985,7 @@ VLLM = {"chat_template_kwargs", "guided_choice", "guided_json", "guided_regex", 
 VLLM |= {"min_tokens", "repetition_penalty", "structured_outputs", "top_k"}
 CHAT_ONLY = {"max_completion_tokens", "messages", "response_format", "tool_choice", "tools"}
 CHAT_ONLY |= {"functions"}
-TEXT_ONLY = {"best_of", "echo", "prompt", "suffix"}
+TEXT_ONLY = {"best_of", "echo", "suffix"}
 # of OpenAI's, passed over: their service's own, other media, and an old name of tool_choice
 PASSED_OVER = {"audio", "function_call", "metadata", "modalities", "moderation"}
 PASSED_OVER |= {"parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"}

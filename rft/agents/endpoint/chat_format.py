@@ -103,15 +103,11 @@ def read(body: Any, defaults: Sampling) -> Asked:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
         raise ApiError("stop is a text or a list of texts", "stop")
-    if not is_chat and not isinstance(body.get("prompt"), str) and not _is_ids(body.get("prompt")):
-        raise ApiError(
-            "prompt is a text or a list of token ids; give several in several requests", "prompt"
-        )
     return Asked(
         model=str(body.get("model") or ""),
         sampling=_sampling(body, defaults, _form(body) | _calls(body, tools)),
         messages=[_message(one) for one in _list(body, "messages")] if is_chat else None,
-        prompt=body.get("prompt", ""),
+        prompt="" if is_chat else _prompt(body),
         tools=tools,
         template_args=_template_args(body),
         n=int(n),
@@ -255,9 +251,16 @@ def _list(body: dict[str, Any], name: str, param: str | None = None) -> list[dic
     return found
 
 
-def _is_ids(prompt: Any) -> bool:
-    are = isinstance(prompt, list) and bool(prompt)
-    return are and all(type(one) is int and one >= 0 for one in prompt)
+def _prompt(body: dict[str, Any]) -> str | list[int]:
+    """Clients for several give a list also of one."""
+    match body.get("prompt"):
+        case str(text) | [str(text)]:
+            return text
+        case [[*ids]] | [*ids] if ids and all(type(one) is int and one >= 0 for one in ids):
+            return ids
+    raise ApiError(
+        "prompt is a text or a list of token ids; give several in several requests", "prompt"
+    )
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
