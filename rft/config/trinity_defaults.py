@@ -501,15 +501,16 @@ def fill(
         if not isinstance(stage, dict):
             continue
         anew = [name for name in ANEW if theirs and isinstance(stage.get(name), dict)]
-        for name in anew:
-            _begin_anew(stage[name], file.get(name) or {}, getattr(Config(), name))
+        others = {name: one for name, one in file.items() if name not in anew}
         table = {
             key: one
             for key, one in DEFAULTS.items()
             if (one.section or key.partition(".")[0]) in anew
         }
-        for key, *rest in _filled(File(stage, file, beside, kind), table, theirs):
+        for key, *rest in _filled(File(stage, others, beside, kind), table, theirs):
             found.append((f"stages.{number}.{key}", *rest))  # type: ignore[arg-type]
+        for name in anew:
+            _begin_anew(stage[name], file.get(name) or {}, getattr(Config(), name))
     return found
 
 

@@ -364,6 +364,23 @@ def test_a_stage_s_own_mode_says_how_it_gets_weights(tmp_path: Path) -> None:
     assert whole["synchronizer"]["sync_method"] == "nccl"
 
 
+def test_a_section_of_a_stage_has_their_defaults(tmp_path: Path) -> None:
+    """Not rft's, and not the file's own: that section is as if it were not there."""
+    own = "{algorithm_type: grpo, kl_loss_fn: none, optimizer: {lr_scheduler_type: cosine}}"
+    text = (
+        f"algorithm: {own}\nexplorer: {{eval_interval: 7}}\n"
+        f"stages:\n  - {{stage_name: one, algorithm: {own}, explorer: {{runner_per_model: 2}}}}\n"
+        "  - {stage_name: two, algorithm: {algorithm_type: ppo}}\n"
+    )
+    found = meant(tmp_path, text).config
+    one, two = found["stages"]
+    assert one["algorithm"]["optimizer"] == found["algorithm"]["optimizer"]
+    assert one["algorithm"]["optimizer"]["min_lr_ratio"] == 0.01
+    assert one["explorer"]["eval_interval"] == 100 and "explorer" not in two
+    assert two["algorithm"]["optimizer"]["min_lr_ratio"] == 0.01
+    assert two["algorithm"]["kl_loss_fn"] is None
+
+
 def test_arguments_that_are_called_otherwise(tmp_path: Path) -> None:
     def arguments(kind: str, name: str, given: dict[str, Any]) -> Any:
         text = json.dumps({"algorithm": {"algorithm_type": kind, f"{name}_args": given}})
