@@ -185,8 +185,10 @@ class Gates:
         return {"drift/alarms": float(passed)}
 
     def state(self) -> dict[str, list[float]]:
-        """What a resume must find again: the numbers that the next medians are of."""
-        return {name: list(values) for name, values in self.recent.items()}
+        """What a resume must find again: the numbers that the next medians are of. Not those that a
+        gate has ended the run for: whoever goes on has mended what they tell of.
+        """
+        return {} if self.tripped else {name: list(one) for name, one in self.recent.items()}
 
     def restore(self, kept: Mapping[str, Sequence[float | None]]) -> None:
         """What `state` gave; JSON has null for what is no number."""

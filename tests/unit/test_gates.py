@@ -126,6 +126,17 @@ def test_one_spike_among_good_steps_is_none() -> None:
     assert gates.after(10, HEALTHY | {"drift/lost_tokens": 1.0})["drift/alarms"] == 1
 
 
+def test_a_run_that_was_stopped_and_mended_goes_on() -> None:
+    """The numbers that it was stopped for are not of what it does now."""
+    wrong = HEALTHY | {"drift/token_mult_prob_error": 40.0}
+    stopped, again = Gates(stop=True), Gates(stop=True)
+    for step in range(WINDOW):
+        stopped.after(step, wrong)
+    assert stopped.tripped
+    again.restore(stopped.state())
+    assert again.after(WINDOW, HEALTHY)["drift/alarms"] == 0 and not again.tripped
+
+
 def test_limits_are_those_of_the_config() -> None:
     seen = HEALTHY | {"drift/token_mult_prob_error": 1.03, "clip_frac": 0.9}
     config = DriftConfig(token_mult_prob_error=1.02, clip_frac=1.0)
