@@ -165,11 +165,21 @@ def local_weights(folder: Path) -> list[Path]:
     return [folder / one for one in weights_among(folder, there)]
 
 
+def absent_weights(folder: Path) -> str:
+    """What a directory of a model lacks of them, as where a download has broken off."""
+    files = local_weights(folder)
+    absent = (file.name for file in files if not file.exists())
+    return ", ".join(absent) if files else "*.safetensors"
+
+
 def weights_among(folder: Path, there: Iterable[str]) -> list[str]:
     """Those that the index names; without one, those at the top that are no second copy."""
     index = folder / INDEX
     if index.exists():
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{index} cannot be read ({error}): fetch it again") from error
     top = [one for one in there if "/" not in one and one.endswith(".safetensors")]
     whole = [one for one in top if one == "model.safetensors"]
     return whole or [one for one in top if not one.startswith("consolidated")]

@@ -116,13 +116,9 @@ class HFReader:
     """
 
     def __init__(self, path: str | Path, hf: dict[str, Any]):
+        if absent := hubs.absent_weights(Path(path)):
+            raise ConfigError(f"model.model_path={path} has no {absent}")
         files = hubs.local_weights(Path(path))
-        absent = [file.name for file in files if not file.exists()]
-        if absent or not files:
-            raise ConfigError(
-                f"model.model_path={path}: no such weight files: "
-                f"{', '.join(absent) or '*.safetensors'}"
-            )
         self._files = [safe_open(str(file), framework="pt") for file in files]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - no iterator there
         self._check(path, hf)

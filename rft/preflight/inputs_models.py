@@ -78,9 +78,11 @@ def _lora(c: Config) -> Lora | None:
     return lora_of(c.model.lora_configs, Dims.of(_hf(c)))
 
 
-def _has_weights(path: str) -> bool:
-    """Those of a hub have been seen there, and come when everything is checked."""
-    return hubs.is_snapshot(path) or any(Path(path).glob("*.safetensors"))
+def _absent(path: str) -> str:
+    """Weights of a directory. Those of a hub have been seen there, and come when everything is
+    checked.
+    """
+    return "" if hubs.is_snapshot(path) else hubs.absent_weights(Path(path))
 
 
 def _policy(c: Config) -> Iterator[str]:
@@ -91,11 +93,8 @@ def _policy(c: Config) -> Iterator[str]:
             f"model.model_path={path} has no tokenizer_config.json: copy the tokenizer "
             "files of the model there"
         )
-    if not is_remote(c) and not _has_weights(path):
-        yield (
-            f"model.model_path={path} has no *.safetensors: convert the weights to "
-            "safetensors first"
-        )
+    if not is_remote(c) and (absent := _absent(path)):
+        yield f"{MODEL}={path} has no {absent}: give a whole checkpoint, its weights as safetensors"
 
 
 def _cut(c: Config) -> None:
@@ -319,10 +318,8 @@ def _beside(c: Config, key: str) -> Iterator[str]:
     if said := unreadable(path):
         yield f"{key}: {said}"
         return
-    if not _has_weights(path):
-        yield (
-            f"{key}={path} has no *.safetensors: give the directory of a Hugging Face checkpoint"
-        )
+    if absent := _absent(path):
+        yield f"{key}={path} has no {absent}: give the directory of a Hugging Face checkpoint"
         return
     try:
         hf = read_hf_config(path)
@@ -352,10 +349,11 @@ def _auxiliary(c: Config) -> Iterator[str]:
 def _auxiliary_model(key: str, one: AuxiliaryModelConfig) -> Iterator[str]:
     root = Path(one.model_path)
     hf = read_hf_config(root)
-    if not (root / "tokenizer_config.json").exists() or not _has_weights(one.model_path):
+    absent = _absent(one.model_path)
+    if not (root / "tokenizer_config.json").exists() or absent:
         yield (
             f"{key}.model_path={one.model_path}: a model directory has tokenizer_config.json "
-            "and *.safetensors"
+            f"and {absent or '*.safetensors'}"
         )
     if problem := plans.obstacle(Dims.of(hf), one.tensor_parallel_size):
         yield f"{key}.tensor_parallel_size={one.tensor_parallel_size} {problem}"

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rft.data.files import data_files, load_rows
 from rft.ground import hubs
 from rft.ground.names import read_hf_config
 from rft.megatron.weights import HFReader
-from rft.preflight import inputs_hubs
+from rft.preflight import inputs_hubs, inputs_models
 from rft.run import stages
 from rft.sync.readers import file_tensors
 from tests.unit.served_hub import ServedHub, serving
@@ -315,3 +316,22 @@ def test_second_copies_beside_the_weights_of_a_directory_are_not_read(
     assert hubs.local_weights(model) == parts
     (model / hubs.INDEX).write_text(json.dumps({"weight_map": {"a": parts[1].name}}))
     assert hubs.local_weights(model) == parts[1:]
+
+
+def test_a_model_without_all_of_its_weights_is_refused_before_the_start(
+    assets: Path, tmp_path: Path
+) -> None:
+    """As where a download has broken off; ranks had found it behind the start of the engines."""
+    model = tmp_path / "model"
+    shutil.copytree(assets / "model", model)
+    config = Config()
+    config.model.model_path = str(model)
+    problems = partial(inputs_models.MODELS[0].problems, config)
+    assert not list(problems())
+    (model / "model.safetensors").rename(model / "consolidated.safetensors")
+    assert f"model.model_path={model} has no *.safetensors: " in "".join(problems())
+    (model / hubs.INDEX).write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
+    assert "has no part.safetensors: " in "".join(problems())
+    (model / hubs.INDEX).write_text("{")
+    with pytest.raises(ConfigError, match="index.json cannot be read .*: fetch it again"):
+        list(problems())
