@@ -44,6 +44,8 @@ from rft.ground.shipped import shipped
 
 CONFIG_DIR = str(shipped("configs"))
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # to another key
+# of a group that has a default; what Hydra advises is of a file, and these are words
+DOUBLE = re.compile(r"Multiple values for .* use 'override ([^:]+): (\S+)'")
 OPENED = re.compile(r"(\\*)\$\{")  # an interpolation; a text again by one more backslash
 VALUED = (  # Hydra's own flags that take a value
     "--config-dir",
@@ -190,6 +192,9 @@ def explain(error: Exception) -> str:
         return nearest(name, error.options, group)
     key = getattr(error, "full_key", None) or getattr(error, "key", None)
     text = " ".join(str(error).split("\n\n")[0].split("full_key:")[0].split())
+    if double := DOUBLE.fullmatch(text):
+        word = "=".join(double.groups())
+        return f"+{word}: {double[1]} has a value; write {word}, without the +"
     return f"{key}: {text}" if key else text
 
 

@@ -128,6 +128,7 @@ def test_words_that_are_no_config(words: list[str], said: str, number: int) -> N
     [
         ("experiment=qrpo", "experiment=qrpo is unknown; did you mean `grpo`? Known: demo, "),
         ("size=none", "size=none is unknown. Known: llama3_70b_64gpu, "),
+        ("+size=qwen3_8b_8gpu", "size has a value; write size=qwen3_8b_8gpu, without the +"),
     ],
 )
 def test_a_recipe_that_there_is_not_is_told_of_those_that_are(
