@@ -17,6 +17,7 @@ from rft.config.buffer import RowFormatConfig as RowFormatConfig
 from rft.config.buffer import TaskSelectorConfig as TaskSelectorConfig
 from rft.config.buffer import TasksetConfig as TasksetConfig
 from rft.config.compose import Draft as Draft
+from rft.config.compose import as_written as as_written
 from rft.config.compose import check_overrides as check_overrides
 from rft.config.compose import check_stage_overrides as check_stage_overrides
 from rft.config.compose import compose as compose

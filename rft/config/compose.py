@@ -339,8 +339,17 @@ def _escaped(text: str) -> str:
 
 
 def load(path: str | Path) -> Config:
+    return to_config(as_written(path))
+
+
+def as_written(path: str | Path) -> DictConfig:
+    """As `save` wrote it, for who is no part of the run, and has none of its secrets: a value is
+    resolved where it is read, and no other.
+    """
     try:
-        given = OmegaConf.load(path)
+        found = OmegaConf.load(path)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    return to_config(given)  # type: ignore[arg-type]
+    if not isinstance(found, DictConfig):
+        raise ConfigError(f"{path} cannot be read: it is no mapping")
+    return found

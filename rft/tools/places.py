@@ -187,7 +187,7 @@ def _job(path: Path) -> Run | None:
     if not resolved.is_file():
         return None
     try:
-        config = configs.load(resolved)
+        config = configs.as_written(resolved)
     except (ConfigError, OSError) as error:
         raise InputError(f"{resolved} cannot be read: {error}") from error
     if not config.trainer.checkpoint.storage:

@@ -102,7 +102,7 @@ def judge(sweep_dir: Path, options: argparse.Namespace) -> SweepConfig:
     found = SweepConfig()
     for trial in trial_records.trials(sweep_dir):
         for path in (trial.directory / stage / "resolved.yaml" for stage in trial.stages):
-            found = configs.load(path).sweep if path.exists() else found
+            found = SweepConfig(**configs.as_written(path).sweep) if path.exists() else found
     for key in ("objective", "value", "direction"):
         if given := getattr(options, key):
             setattr(found, key, given)

@@ -81,7 +81,7 @@ def tokenizer_of(source: Path, model: str | None) -> Any:
             f"--model: {directory} has no resolved.yaml that names a model: "
             "give the directory of its tokenizer"
         )
-    path = model or configs.load(resolved).model.model_path
+    path = model or configs.as_written(resolved).model.model_path
     if not (Path(path) / "tokenizer_config.json").is_file():
         raise ConfigError(
             f"--model: {path} has no tokenizer_config.json: "

@@ -2,6 +2,7 @@
 absent from everything that a run writes.
 """
 
+import argparse
 import asyncio
 import errno
 import io
@@ -21,11 +22,14 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import Config, ConfigError, ExperienceBufferConfig, MonitorConfig, known_keys
 from rft.data.taskset import for_journal, from_journal
 from rft.extras import sweep
+from rft.extras.sweep import trial_records
 from rft.ground import redact
 from rft.ground.experience import Sampling, Task
 from rft.monitor import logs, sinks, trace
 from rft.rollout.explorer import one_line
-from rft.tools import report, timeline
+from rft.tools import report, sweep_report, timeline, toy
+from rft.tools.places import InputError, find_run
+from rft.tools.view import tokenizer_of
 
 SECRETS = {
     "WANDB_API_KEY": "planted-wandb-0001",
@@ -241,6 +245,29 @@ def test_a_process_that_lacks_the_variable_says_which(
     )
     with pytest.raises(configs.ConfigError, match="NOT_THERE"):
         configs.load(tmp_path / "resolved.yaml")
+
+
+def test_tools_read_a_run_without_its_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in no other shell than the run's."""
+    variable = "RFT_SECRET_MONITOR_MONITOR_ARGS_API_KEY"
+    monkeypatch.setenv(variable, "")  # taken back after the test
+    toy.write_model(tmp_path / "model")
+    trial = trial_records.claim(tmp_path / "sweep", ["seed=1"])
+    trial.state, trial.stages = "finished", [""]
+    trial.write()
+    config = Config(name="x")
+    config.model.model_path, config.sweep.objective = str(tmp_path / "model"), "reward"
+    config.monitor.monitor_args = {"api_key": "only-in-the-config"}
+    for place in (tmp_path, trial.directory):
+        configs.save(config, place / "resolved.yaml")
+    monkeypatch.delenv(variable)
+    tokenizer_of(tmp_path, None)
+    options = argparse.Namespace(objective=None, value=None, direction=None)
+    assert sweep_report.judge(tmp_path / "sweep", options).objective == "reward"
+    with pytest.raises(InputError, match="no checkpoints here"):
+        find_run(str(tmp_path))
 
 
 def test_what_python_prints_and_logs_has_none() -> None:
