@@ -79,15 +79,22 @@ def share(algorithm: AlgorithmConfig, step: int) -> float:
     return valley + (peak - valley) * (1 + cos(pi * (step - warmup) / decay)) / 2
 
 
+def modes(algorithm: AlgorithmConfig) -> tuple[str, str]:
+    """How the loss is aggregated over rollouts, and over expert rows."""
+    given, usual = algorithm.policy_loss_fn_args, str(algorithm.loss_agg_mode)
+    if not is_mixed(algorithm):
+        return usual, usual
+    of_rollouts, of_experts = (
+        str(given.get(f"{kind}_loss_agg_mode") or usual) for kind in ("grpo", "sft")
+    )
+    return of_rollouts, of_experts
+
+
 def rows(
     experiences: list[Experience], algorithm: AlgorithmConfig, step: int, longest: int = 1
 ) -> tuple[credit.CreditedStep, list[Row]]:
     """Rollouts first, then expert rows; `longest` as in `credit.rows`."""
-    mu, given = share(algorithm, step), algorithm.policy_loss_fn_args
-    mode, of_experts = (
-        str(given.get(f"{kind}_loss_agg_mode") or algorithm.loss_agg_mode)
-        for kind in ("grpo", "sft")
-    )
+    mu, (mode, of_experts) = share(algorithm, step), modes(algorithm)
     rollouts, experts = split(experiences)
     judged = credit.judge(rollouts, algorithm.advantage_fn, algorithm.advantage_fn_args, step)
     found = credit.rows(replace(judged, advantages=(1 - mu) * judged.advantages), mode, longest)

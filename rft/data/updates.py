@@ -132,10 +132,16 @@ class RowPacking:
 
 
 def planned(
-    rows: list[Row], rule: UpdateRule, step: int, packing: RowPacking, mode: str, longest: int = 1
+    rows: list[Row],
+    rule: UpdateRule,
+    step: int,
+    packing: RowPacking,
+    modes: tuple[str, str],
+    longest: int = 1,
 ) -> tuple[Cut, list[Update]]:
     """Microbatches of every data-parallel rank, each row in one of them, and the updates; none:
-    the whole part is one. `mode` and `longest` as in `token_weights`.
+    the whole part is one. `modes` (of rollouts, and of expert rows) and `longest` as in
+    `token_weights`.
     """
     lengths = [len(row.tokens) for row in rows]
     kinds = [bool(row.scores["expert"].any()) if "expert" in row.scores else False for row in rows]
@@ -165,17 +171,21 @@ def planned(
             else found[: len(first)]
         )
     trained = [int((row.trained > 0).sum()) for row in rows]
-    updates = [Update(bins, _weights(bins, trained, kinds, mode, longest)) for bins in found]
+    updates = [Update(bins, _weights(bins, trained, kinds, modes, longest)) for bins in found]
     return Cut(rows, ranks, packing.multiple, packing.cut), updates
 
 
 def _weights(
-    bins: list[list[list[int]]], trained: list[int], kinds: list[bool], mode: str, longest: int
+    bins: list[list[list[int]]],
+    trained: list[int],
+    kinds: list[bool],
+    modes: tuple[str, str],
+    longest: int,
 ) -> list[float]:
     """Rows of each kind are divided by the counts of their own."""
     weights = [0.0] * len(trained)
     members = sorted(row for rank in bins for bin_ in rank for row in bin_)
-    for kind in (False, True):
+    for kind, mode in zip((False, True), modes, strict=True):
         alike = [row for row in members if kinds[row] is kind]
         given = token_weights([trained[row] for row in alike], mode, longest)
         for row, weight in zip(alike, given, strict=True):

@@ -172,14 +172,14 @@ class Feed:
         metrics = credit.metrics(batch.experiences, batch.step)
         batch.experiences += beside
         (metrics, groups, others), rows = self._rows(batch, metrics)
-        mode = str(self.algorithm.loss_agg_mode)
+        modes = mixing.modes(self.algorithm)
         if self.replays:
             metrics |= free_tokens(rows)
         else:
             rows = [row if row.routes is None else replace(row, routes=None) for row in rows]
         if recipe.needs_pairs(self.algorithm):
             rows = [replace(row, group=at // 2) for at, row in enumerate(rows)]
-        parts, updates = planned(rows, self.rule, batch.step, self.packing, mode, self.longest)
+        parts, updates = planned(rows, self.rule, batch.step, self.packing, modes, self.longest)
         metrics |= shared_of(parts, self.cost)
         trained = sum(nonzero(row.weight) for row in rows)
         metrics["sample/trained_tokens"] = float(trained * self.rule.epochs)

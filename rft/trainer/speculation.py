@@ -56,7 +56,7 @@ class SpeculationCheck:
         parts, speculated = None, 0
         if self.mesh.rank == 0:
             rows, speculated = self._rows(version)
-            parts, _ = planned(rows, ONE_UPDATE, version, self.packing, "token-mean")
+            parts, _ = planned(rows, ONE_UPDATE, version, self.packing, ("token-mean",) * 2)
         found = self.mesh.gather(self._differences(self.mesh.scatter_parts(parts)))
         why = ""
         if found is not None:

@@ -187,7 +187,7 @@ def cut(
     mesh, rule = models.policy.mesh, UpdateRule(2, 9, shuffle=True)
     how = PackingPolicy(share=share)
     packing = RowPacking(mesh.dp, 128, models.policy.multiple, cut=how)
-    parts, updates = planned(rows, rule, step, packing, "seq-mean-token-mean")
+    parts, updates = planned(rows, rule, step, packing, ("seq-mean-token-mean",) * 2)
     return mesh.scatter_parts(parts if mesh.rank == 0 else None), updates
 
 

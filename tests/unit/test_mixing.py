@@ -19,6 +19,7 @@ from rft.config import AlgorithmConfig, ExperienceBufferConfig, RowFormatConfig
 from rft.data.packing import Cost
 from rft.data.runs import expanded
 from rft.data.supervised import SupervisedRows
+from rft.data.updates import ONE_UPDATE, UpdateRule
 from rft.ground.experience import Batch, Experience
 from rft.megatron.totals import Totals
 from rft.tools.toy import character_tokenizer
@@ -229,18 +230,34 @@ class Alone:
         return [stacked.packed() for stacked in parts[0]]
 
 
-def feed(path: Path) -> Feed:
+def feed(path: Path, rule: UpdateRule = ONE_UPDATE, **modes: str) -> Feed:
     path.write_text(
         "".join(json.dumps({"prompt": f"{n}=", "response": "7"}) + "\n" for n in range(10))
     )
     config = ExperienceBufferConfig(
         "sft_dataset", "file", str(path), format=RowFormatConfig("plaintext")
     )
-    algorithm = recipe(ratio=0.5)
+    algorithm = recipe(ratio=0.5, **modes)
     rows = SupervisedRows(
         config, character_tokenizer(), mixing.expert_rows(algorithm, 4), 5, 64, expert=True
     )
-    return Feed(Rollouts(), Alone(), algorithm, 1000, 1, Cost(), experts=rows)  # type: ignore[arg-type]
+    return Feed(Rollouts(), Alone(), algorithm, 1000, 1, Cost(), experts=rows, rule=rule)  # type: ignore[arg-type]
+
+
+def test_each_kind_keeps_its_aggregation_in_every_update(tmp_path: Path) -> None:
+    modes = {"grpo_loss_agg_mode": "seq-mean-token-sum", "sft_loss_agg_mode": "seq-mean-token-mean"}
+    once = feed(tmp_path / "rows.jsonl", **modes).next(0, stopping=False)
+    twice = feed(tmp_path / "rows.jsonl", UpdateRule(2), **modes).next(0, stopping=False)
+    assert once is not None and twice is not None and len(twice.updates) == 2
+    whole = {
+        int(row): float(packed.weight[start:stop].max())
+        for packed in once.part
+        for row, start, stop in zip(
+            packed.rows, packed.cu_seqlens, packed.cu_seqlens[1:], strict=False
+        )
+    }
+    for update in twice.updates:
+        assert update.weights == pytest.approx([whole[row] for row in range(4)])
 
 
 def test_a_resume_goes_on_behind_the_expert_rows_that_were_trained(tmp_path: Path) -> None:

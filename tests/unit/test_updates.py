@@ -89,19 +89,23 @@ def test_rows_are_dealt_anew_by_seed_step_and_epoch() -> None:
     assert plain.updates_of(kinds, 0, 0) == plain.updates_of(kinds, 5, 1)
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize(
+    "modes",
+    [("token-mean", "token-mean"), ("seq-mean-token-mean", "token-mean")],
+    ids=["one-mode", "two-modes"],
+)
 @pytest.mark.parametrize("cut", [BY_TOKENS, PackingPolicy(rows=3, pad=True)], ids=str)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("dp", [1, 3])
 def test_an_update_is_the_packed_step_of_its_own_rows(
-    dp: int, shuffle: bool, cut: PackingPolicy, mode: str
+    dp: int, shuffle: bool, cut: PackingPolicy, modes: tuple[str, str]
 ) -> None:
     """As if nothing else were in the batch: every row whole, where it was scored, and weights by
     the counts of the update, of rollouts and expert rows each.
     """
     rows = ragged(17, experts=3)
     rule = UpdateRule(3, 5, shuffle, 7)
-    stacked, updates = planned(rows, rule, 4, RowPacking(dp, 40, 4, cut=cut), mode)
+    stacked, updates = planned(rows, rule, 4, RowPacking(dp, 40, 4, cut=cut), modes)
     parts = [[one.packed() for one in part] for part in stacked]
     homes = {int(r): rank for rank, part in enumerate(parts) for one in part for r in one.rows}
     assert len(homes) == 17 and len(updates) == 3 * 4
@@ -111,7 +115,7 @@ def test_an_update_is_the_packed_step_of_its_own_rows(
         assert update.rows == sorted(members)
         assert len({len(bins) for bins in update.bins}) == 1, "ranks meet in every microbatch"
         trained = [int(row.trained.sum()) for row in rows]
-        for kind in (False, True):
+        for kind, mode in zip((False, True), modes, strict=True):
             alike = [row for row in sorted(members) if kinds[row] is kind]
             assert [update.weights[row] for row in alike] == token_weights(
                 [trained[row] for row in alike], mode
@@ -136,7 +140,7 @@ def test_an_update_is_the_packed_step_of_its_own_rows(
 
 def test_one_update_is_the_batch_as_it_always_was() -> None:
     rows = ragged(9)
-    stacked, updates = planned(rows, UpdateRule(1, 9), 0, RowPacking(2, 40, 4), "token-mean")
+    stacked, updates = planned(rows, UpdateRule(1, 9), 0, RowPacking(2, 40, 4), ("token-mean",) * 2)
     assert updates == []
     for part, wanted in zip(stacked, pack(rows, 2, 40, 4), strict=True):
         for one, other in zip([one.packed() for one in part], wanted, strict=True):
