@@ -138,7 +138,7 @@ def representative(experiences: list[Experience], count: int) -> list[Experience
     """The best and the worst of the batch, `count` in all, by reward."""
     ordered = sorted(experiences, key=lambda e: e.reward)
     low = count // 2
-    return ordered[:low] + ordered[len(ordered) - (count - low) :]
+    return ordered[:low] + ordered[max(low, len(ordered) - (count - low)) :]
 
 
 class NotFinite(RuntimeError):

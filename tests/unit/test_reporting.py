@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from rft.config import Config, ExplorerInputConfig, MonitorConfig, TasksetConfig
 from rft.ground.experience import Experience
 from rft.monitor.metrics import Speed
 from rft.monitor.run_record import RunRecord
-from rft.trainer.reporting import StepReporter
+from rft.trainer.reporting import StepReporter, representative
 
 LINES = [
     {"step": 0, "eval/a/accuracy": 0.1},
@@ -70,3 +72,14 @@ def test_a_step_shows_its_best_and_its_worst_responses(tmp_path: Path) -> None:
         for shown in RunRecord(tmp_path).samples
     ]
     assert told == [(4, "samples", "1", "1", 1.0), (4, "samples", "1", "3", 3.0)]
+
+
+@pytest.mark.parametrize(("have", "wanted"), [(1, 4), (3, 4), (3, 8), (4, 4), (5, 4), (5, 1)])
+def test_each_response_is_shown_once(have: int, wanted: int) -> None:
+    made = [
+        Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], reward=float(n))
+        for n in range(have)
+    ]
+    shown = [one.reward for one in representative(made, wanted)]
+    assert len(set(shown)) == len(shown) == min(have, wanted)
+    assert have - 1.0 in shown, "the best"
