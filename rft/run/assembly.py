@@ -346,6 +346,7 @@ def build_feed(config: Config, mesh: TrainerMesh, models: Models, tokenizer: Any
         experts(config, tokenizer) if lead else None,
         rule_of(config),
         config.trainer.router_replay and num_experts(models.policy.hf_config) > 0,
+        int(models.policy.hf_config["vocab_size"]),
     )
 
 

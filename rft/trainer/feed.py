@@ -7,9 +7,11 @@ of every row. Invariant: all global counts are taken here, before the batch is c
 calls `next` once per step, in step order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+
+import numpy as np
 
 from rft.algorithm import ALGORITHMS, credit, mixing, recipe, token_credit
 from rft.algorithm.advantages import ADVANTAGES
@@ -27,6 +29,7 @@ from rft.data.packing import (
 )
 from rft.data.runs import nonzero
 from rft.data.updates import ONE_UPDATE, RowPacking, Update, UpdateRule, planned
+from rft.ground.errors import refuse_all
 from rft.ground.experience import Batch, Experience
 from rft.ground.host_memory import give_back
 from rft.ground.protocols import TrainerMesh
@@ -79,10 +82,12 @@ class Feed:
         experts: BatchSource | None = None,
         rule: UpdateRule = ONE_UPDATE,
         replays: bool = False,
+        vocab: int = 2**31,
     ):
         """`longest`: response that a config allows; one way to aggregate the loss divides by it.
         `experts`: rows that go into every batch beside what `source` gives. `rule`: what a batch
         is cut into. `replays`: tokens go through the experts that the engine has sent them through.
+        `vocab`: how many token ids the model has.
         """
         self.source = source
         self.ranks = ranks
@@ -91,6 +96,7 @@ class Feed:
         self.packing = RowPacking(ranks.dp, max_tokens, multiple, cost, cut)
         self.rule = rule
         self.replays = replays
+        self.vocab = vocab
         self.longest = longest
         self.experts = experts
         self.current: Batch | None = None  # rank 0: taken and not consumed yet
@@ -171,6 +177,7 @@ class Feed:
         """What every rank is told of the step, and its microbatches; `beside` joins the batch."""
         metrics = credit.metrics(batch.experiences, batch.step)
         batch.experiences += beside
+        refuse_all(_foreign(batch.experiences, self.vocab))
         (metrics, groups, others), rows = self._rows(batch, metrics)
         modes = mixing.modes(self.algorithm)
         if self.replays:
@@ -221,6 +228,31 @@ class Feed:
         """What `sample_strategy` leaves of a batch."""
         kept = SAMPLE_STRATEGIES[self.algorithm.sample_strategy or "default"]
         return kept(batch.experiences, batch.step, **self.algorithm.sample_strategy_args)
+
+
+def _foreign(experiences: Sequence[Experience], vocab: int) -> Iterator[str]:
+    """What the model cannot have sampled or read: its kernels would take other rows, or fail."""
+    unknown = [
+        one
+        for one in experiences
+        if len(one.tokens) and not 0 <= np.min(one.tokens) <= np.max(one.tokens) < vocab
+    ]
+    if unknown:
+        ids = np.asarray(unknown[0].tokens)
+        yield (
+            f"model.model_path: {len(unknown)} of the step's {len(experiences)} experiences have "
+            f"token ids that its config.json has not (vocab_size={vocab}), like "
+            f"{ids[(ids < 0) | (ids >= vocab)][0]} of task {unknown[0].task!r}: they are of "
+            "another tokenizer, or tokens were added to it and not to the weights; use the one "
+            "that belongs to the model, or resize the model's embeddings"
+        )
+    odd = [one for one in experiences if not 0 < one.temperature < np.inf]
+    if odd:
+        yield (
+            f"{len(odd)} of the step's {len(experiences)} experiences have no temperature that "
+            f"tokens are sampled at, like {odd[0].temperature:g} of task {odd[0].task!r}: give "
+            "the one of their logprobs, 1.0 where nothing was sampled"
+        )
 
 
 def is_supervised(algorithm: AlgorithmConfig) -> bool:

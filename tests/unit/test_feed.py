@@ -8,7 +8,7 @@ import pytest
 from rft.algorithm import credit
 from rft.buffer.calls import AGAIN_S, BufferBroken
 from rft.buffer.delivery import Delivery
-from rft.config import AlgorithmConfig, Config, MegatronConfig, TrainerConfig
+from rft.config import AlgorithmConfig, Config, ConfigError, MegatronConfig, TrainerConfig
 from rft.data.packing import Cost, Packed, PackingPolicy, Stacked, cut_of
 from rft.data.updates import ONE_UPDATE, UpdateRule
 from rft.ground.experience import Batch, Experience, encode
@@ -238,3 +238,27 @@ def test_a_group_whose_greedy_response_has_no_reward_is_left_out() -> None:
         [one(1, "ok"), one(1, "timeout", baseline=True)],
     )
     assert credit.scored([*kept, *lost, one(0, "error")]) == kept
+
+
+class Odd(Rows):
+    def take(self, step: int) -> Batch:
+        batch = super().take(step)
+        for at, token in ((1, 90), (3, -1)):
+            batch.experiences[at].tokens[1], batch.experiences[at].task = token, f"a/0/{at}"
+        batch.experiences[2].temperature = 0.0
+        return batch
+
+
+def test_tokens_of_another_model_and_no_temperature_are_refused() -> None:
+    """An embedding would take rows of its padding, or of nobody's memory."""
+    recipe = AlgorithmConfig(algorithm_type="sft", loss_agg_mode="token-mean")
+    feed = Feed(Odd(), Alone(), recipe, 100, 1, Cost(), vocab=90)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as error:
+        feed.next(0, stopping=False)
+    ids, temperature = error.value.problems
+    assert (
+        "2 of the step's 4" in ids and "vocab_size=90" in ids and "like 90 of task 'a/0/1'" in ids
+    )
+    assert "1 of the step's 4" in temperature and "like 0 of" in temperature
+    larger = Feed(Rows(), Alone(), recipe, 100, 1, Cost(), vocab=2)  # type: ignore[arg-type]
+    assert larger.next(0, stopping=False) is not None, "1 is the last of two"
