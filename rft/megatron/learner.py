@@ -127,9 +127,10 @@ class Learner(Network):
         """The optimizer's step on `gradients`, whose metrics are given back with those of the
         update. `last`: of its training step.
 
-        One that is not `finite` leaves weights and moments as they are and reports skipped=1.
+        One that is not `finite` leaves weights and moments as they are and reports skipped=1; so,
+        without a word, does one that no token was trained in: moments and decay alone move nothing.
         """
-        if finite:
+        if finite and metrics["num_tokens"]:
             with trace.span("optimizer"):
                 self.optimizer.update(self.step, metrics["grad_norm"])
             if self._bias_rate > 0:

@@ -56,10 +56,10 @@ SUMMED = ("num_tokens",)
 
 def of_step(found: list[dict[str, float]]) -> dict[str, float]:
     """Metrics of several updates as those of their step: means over the updates that changed
-    weights, or over all where none did; the step counts as skipped only then. What not every update
-    tells (advantages of equal rewards push nothing) is of those that do.
+    weights, or over all where none did; the step counts as skipped only where one of them was. What
+    not every update tells (advantages of equal rewards push nothing) is of those that do.
     """
-    made = [one for one in found if not one["skipped"]]
+    made = [one for one in found if not one["skipped"] and one["num_tokens"]]
     told = made or found
     step = {}
     for name in dict.fromkeys(name for one in told for name in one):
@@ -70,8 +70,9 @@ def of_step(found: list[dict[str, float]]) -> dict[str, float]:
             ends = (("first", told[0]), ("last", told[-1]))
             step |= {f"{name}_{end}": one[name] for end, one in ends if name in one}
     return step | {
+        "skipped": max(one["skipped"] for one in told),
         "updates": float(len(made)),
-        "skipped_updates": float(len(found) - len(made)),
+        "skipped_updates": float(sum(one["skipped"] for one in found)),
     }
 
 

@@ -235,6 +235,24 @@ def skip(path: str, **layout: Any) -> dict[str, Any]:
         return {"same": same, "skipped": metrics["skipped"], "after": good}
 
 
+def untaught(path: str, **layout: Any) -> dict[str, Any]:
+    """A step, and one of rows without a trained token, or without rows at all: what of it moves."""
+    with policy_on(path, **layout) as policy:
+        policy.train_step(part_of(policy, make_rows(8)), token_loss("ppo", {}), lambda: None)
+        before = [p.tensor.clone() for p in policy.snapshot().pieces]
+        rows = [
+            dataclasses.replace(row, trained=0 * row.trained, weight=0 * row.weight)
+            for row in make_rows(8)
+        ]
+        told = [
+            policy.train_step(part_of(policy, given), token_loss("ppo", {}), lambda: None)
+            for given in (rows, [])
+        ]
+        pieces = policy.snapshot().pieces
+        same = all(torch.equal(a, p.tensor) for a, p in zip(before, pieces, strict=True))
+        return {"same": same, "told": told, "at": (policy.step, policy.optimizer.updates)}
+
+
 def forwards(path: str, **layout: Any) -> float:
     """How often a layer attends for one microbatch of a step."""
     with policy_on(path, **layout) as policy:

@@ -364,6 +364,16 @@ def test_a_step_that_is_not_finite_changes_nothing_anywhere(
         assert result["after"]["skipped"] == 0 and np.isfinite(result["after"]["grad_norm"])
 
 
+def test_a_step_with_nothing_to_learn_changes_nothing(
+    ranks: Ranks, checkpoints: dict[str, Path]
+) -> None:
+    """Moments of the steps before, and weight decay, would move the weights on without data."""
+    decay = {"weight_decay": 0.1}
+    for result in ranks.run("jobs:untaught", 2, path=str(checkpoints["llama"]), optimizer=decay):
+        assert result["same"] and result["at"] == (3, 1)
+        assert [(told["num_tokens"], told["skipped"]) for told in result["told"]] == [(0, 0)] * 2
+
+
 def test_control_plane(ranks: Ranks) -> None:
     results = ranks.run("jobs:control_plane", 4)
     assert all(result[0] == {"a": [1, None], "b": b"x"} for result in results)

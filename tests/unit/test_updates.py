@@ -157,6 +157,11 @@ def test_what_several_updates_tell_of_their_step() -> None:
     assert (told["clip_frac"], told["clip_frac_first"], told["clip_frac_last"]) == (0.25, 0.0, 0.5)
     assert (told["skipped"], told["updates"], told["skipped_updates"]) == (0.0, 2.0, 1.0)
     assert of_step([bad, bad])["skipped"] == 1.0, "the step changed nothing"
+    nothing = {name: 0.0 for name in one}
+    assert of_step([one, nothing, two]) == told | {"skipped_updates": 0.0}, "nothing to learn"
+    empty = of_step([nothing, nothing])
+    assert (empty["skipped"], empty["updates"], empty["skipped_updates"]) == (0.0, 0.0, 0.0)
+    assert of_step([nothing, bad])["skipped"] == 1.0
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -208,7 +213,7 @@ class Numbers(Table):
         optimizer.zero_grad()
         told = Table.train_step(self, part, token_loss, None)
         self.optimizer = optimizer
-        return told | {"loss": 0.0, "grad_norm": 0.0, "num_tokens": 0.0}
+        return told | {"loss": 0.0, "grad_norm": 0.0, "num_tokens": 1.0}
 
     @staticmethod
     def is_finite(metrics: dict[str, float]) -> bool:
