@@ -348,12 +348,19 @@ CHECKPOINT = (
 )
 
 
+def _trains(c: Config) -> bool:
+    return c.mode in ("both", "train")
+
+
 def _is_trained(c: Config) -> bool:
     """Whether this stage trains, for a known number of steps."""
-    return c.mode in ("both", "train") and c.trainer.total_steps is not None
+    return _trains(c) and c.trainer.total_steps is not None
 
 
-def _optimizer(c: Config, optimizer: OptimizerConfig, steps: int, key: str) -> Iterator[str]:
+def _optimizer(
+    optimizer: OptimizerConfig, total_steps: int | None, warmup: int, key: str
+) -> Iterator[str]:
+    """`warmup`: of the steps, in which it makes none."""
     adam = OptimizerConfig()
     for name in ("betas", "eps"):
         if optimizer.optimizer_type == "sgd" and getattr(optimizer, name) != getattr(adam, name):
@@ -363,18 +370,19 @@ def _optimizer(c: Config, optimizer: OptimizerConfig, steps: int, key: str) -> I
             )
     if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
         yield f"{key}.betas={optimizer.betas}: give two numbers from 0 to below 1"
-    schedule.check(optimizer, steps, key)
+    if total_steps is not None:
+        schedule.check(optimizer, total_steps - warmup, key)
 
 
 def _policy_optimizer(c: Config) -> Iterator[str]:
-    if _is_trained(c):
-        steps = int(c.trainer.total_steps or 0) - c.trainer.critic_warmup
-        yield from _optimizer(c, c.algorithm.optimizer, steps, "algorithm.optimizer")
+    if _trains(c):
+        steps, warmup = c.trainer.total_steps, c.trainer.critic_warmup
+        yield from _optimizer(c.algorithm.optimizer, steps, warmup, "algorithm.optimizer")
 
 
 def _critic_optimizer(c: Config) -> Iterator[str]:
-    if _is_trained(c) and recipe.needs_critic(c.algorithm):
-        yield from _optimizer(c, c.critic.optim, int(c.trainer.total_steps or 0), "critic.optim")
+    if _trains(c) and recipe.needs_critic(c.algorithm):
+        yield from _optimizer(c.critic.optim, c.trainer.total_steps, 0, "critic.optim")
 
 
 STEPS = (  # asked when the number of steps is known

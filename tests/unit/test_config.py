@@ -408,6 +408,10 @@ REFUSED = {  # overrides: what the message must say
     "algorithm.optimizer.optimizer_type=adamw": "did you mean `adam`",
     "algorithm.optimizer.optimizer_type=sgd algorithm.optimizer.eps=1e-6": "only Adam has one",
     "algorithm.optimizer.betas=[0.9]": "two numbers",
+    # of a run that ends when its queue does
+    (
+        "algorithm.optimizer.betas=[0.9,1] mode=train buffer.explorer_input.taskset=null"
+    ): "two numbers",
     "algorithm.optimizer.lr_decay_steps=5": "lr_scheduler_type=wsd",
     (
         "algorithm.optimizer.lr_scheduler_type=wsd algorithm.optimizer.lr_decay_steps=5 "
