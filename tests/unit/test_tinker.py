@@ -20,7 +20,7 @@ from rft.algorithm.fields import Fields
 from rft.algorithm.losses import token_loss
 from rft.checkpoint.records import Committed, Retained
 from rft.config import AlgorithmConfig, ConfigError, ModelConfig, OptimizerConfig, TinkerConfig
-from rft.data.packing import Row, pack
+from rft.data.packing import Row, empty, pack
 from rft.extras.tinker.remote_policy import LocalMesh, RemotePolicy, RemoteReference
 from rft.extras.tinker.sampler import SamplerEngine
 from rft.extras.tinker.saves import METHOD, DamagedRecord, RemoteCheckpoints
@@ -220,6 +220,22 @@ def test_a_step_that_is_not_finite_sends_nothing(
     metrics = policy.train_step(part, token_loss("ppo", {}), lambda: None)
     assert metrics["skipped"] == 1 and math.isnan(metrics["loss"]) and policy.step == 1
     assert "optim_step" not in fake.calls and "forward_backward" not in fake.calls
+
+
+def test_a_step_with_nothing_to_learn_sends_nothing(
+    fake: tinker_service.Service, service: Service, policy: RemotePolicy
+) -> None:
+    """Neither one of rows that no token is trained of, nor one without rows."""
+    untrained, calls = a_step(), len(fake.calls)
+    for packed in untrained:
+        packed.weight[:] = 0
+    for part in (untrained, [empty(1)]):
+        for scored in (policy.score(part), RemoteReference(service).score(part)):
+            assert [len(values) for values in scored] == [packed.length for packed in part]
+        metrics = policy.train_step(part, token_loss("ppo", {}), lambda: None)
+        assert (metrics["num_tokens"], metrics["grad_norm"], metrics["skipped"]) == (0, 0, 0)
+    assert policy.step == 2
+    assert not {"optim_step", "forward_backward"} & set(fake.calls[calls:])
 
 
 def test_another_temperature_is_refused_by_name(policy: RemotePolicy) -> None:

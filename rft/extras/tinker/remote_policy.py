@@ -134,7 +134,10 @@ class RemotePolicy:
 
     def score(self, part: Sequence[Packed], trained_only: bool = False) -> list[np.ndarray]:
         """The log-probability of every label, one array [T] per microbatch."""
-        request = self._training.forward(list(datums(part)), "cross_entropy")
+        given = list(datums(part))
+        if not given:  # the client refuses to ask about nothing
+            return aligned(part, [])
+        request = self._training.forward(given, "cross_entropy")
         outputs = self.service.answer(request, "forward").loss_fn_outputs
         return aligned(part, [output["logprobs"].to_numpy() for output in outputs])
 
@@ -148,7 +151,7 @@ class RemotePolicy:
         """One optimizer update; `before_update` is called before weights change. `last`: of its
         training step.
 
-        One that is not finite changes none.
+        One that is not finite, or that no token is trained in, changes none.
         """
         metrics, weights = self._derived(part, self.score(part), token_loss)
         finite = bool(
@@ -156,7 +159,9 @@ class RemotePolicy:
         )
         before_update()
         rate = learning_rate(self.step, self.optimizer, self.total_steps)
-        norm = self._update(part, weights, rate) if finite else {"grad_norm": float("nan")}
+        norm = {"grad_norm": 0.0 if finite else float("nan")}
+        if finite and metrics["num_tokens"]:
+            norm = self._update(part, weights, rate)
         self.step += last
         return metrics | norm | {"lr": rate, "skipped": float(not finite)}
 
