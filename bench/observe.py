@@ -213,7 +213,7 @@ def trainer_of(
         Cost.of(models.policy.hf_config),
     )
     reporter = StepReporter(
-        config, job, 0, load_tokenizer(config.model), Speed(feed.cost, 1, None, False), dict
+        config, job, 0, load_tokenizer(config.model), Speed(1, None, False), dict
     )
     reporter.monitor.sinks[0] = type(reporter.monitor.sinks[0])(
         "observed", config.trainer.total_steps, stream=io.StringIO()

@@ -398,15 +398,20 @@ def lengthened(routes: np.ndarray, length: int) -> np.ndarray:
     return out
 
 
-def shared_of(given: Cut, cost: Cost) -> dict[str, float]:
-    """Metrics of a step: which part of its tokens, and of its FLOPs, other rows' serve for."""
-    lengths = np.array([n for part in given.lengths for one in part for n in one], dtype=np.float64)
+def work_of(given: Cut, cost: Cost) -> dict[str, float]:
+    """Metrics of a step: tokens of its rows, FLOPs of one forward pass over them, and which part of
+    both other rows' serve for, which those FLOPs are without.
+    """
+    lengths = np.array([len(row.tokens) for row in given.rows], dtype=np.float64)
     if not len(lengths):
         return {}
     shared = np.concatenate([one for part in given.shared for one in part]).astype(np.float64)
+    flops, saved = float(cost(lengths).sum()), float(cost(shared).sum())
     return {
+        "packing/tokens": float(lengths.sum()),
+        "packing/forward_flops": flops - saved,
         "packing/shared_frac": float(shared.sum() / lengths.sum()),
-        "packing/shared_flops_frac": float(cost(shared).sum() / cost(lengths).sum()),
+        "packing/shared_flops_frac": saved / flops,
     }
 
 

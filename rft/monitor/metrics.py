@@ -12,10 +12,9 @@ another system's metric means something else, it has no entry.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 MODEL_PASSES, RECOMPUTED_PASSES = 3, 4
 ELSEWHERE = {  # name in other systems -> name here
@@ -97,30 +96,19 @@ class Timer:
 
 @dataclass(frozen=True)
 class Speed:
-    """`cost`:
+    """`peak_tflops`: of one device, None where that is not known."""
 
-    FLOPs of one forward pass by length; `peak_tflops`: of one device, None where that is not known.
-    """
-
-    cost: Callable[[Any], Any]
     ranks: int
     peak_tflops: float | None
     recomputes: bool
 
-    def metrics(
-        self, lengths: Sequence[int], seconds: float, shared: float = 0.0
-    ) -> dict[str, float]:
-        """`shared`: of the FLOPs of these sequences, what was not computed, since another one's
-        serve.
-        """
-        import numpy as np
-
-        if not len(lengths) or seconds <= 0:
+    def metrics(self, tokens: float, forward: float, seconds: float) -> dict[str, float]:
+        """`forward`: FLOPs of one forward pass over these tokens."""
+        if not tokens or seconds <= 0:
             return {}
-        forward = float(self.cost(np.array(lengths, dtype=np.float64)).sum()) * (1 - shared)
         tflops = forward / seconds / self.ranks / 1e12
         found = {
-            "perf/tokens_per_s": sum(lengths) / seconds,
+            "perf/tokens_per_s": tokens / seconds,
             "perf/tflops_per_gpu": MODEL_PASSES * tflops,
         }
         if self.peak_tflops:

@@ -104,7 +104,7 @@ def assemble(
     if lead:
         print(f"trainer: {models.policy.describe()}", flush=True)
         numbers = partial(told_besides, control.PoolNumbers(explorer), recovery)
-        speed = speed_of(backend, mesh, feed.cost)
+        speed = speed_of(backend, mesh)
         reporter = StepReporter(config, backend.job, step, tokenizer, speed, numbers)
     trainer = Trainer(
         config=config.trainer,
@@ -249,11 +249,10 @@ def told_besides(pool: control.PoolNumbers, recovery: Recovery) -> dict[str, flo
     return pool.metrics() | recovery.pop()
 
 
-def speed_of(backend: TrainBackend, mesh: TrainerMesh, cost: Cost) -> Speed:
-    """`cost` is that of a token."""
+def speed_of(backend: TrainBackend, mesh: TrainerMesh) -> Speed:
     trainer = backend.config.trainer
     peak = trainer.peak_tflops or backend.device.peak_tflops(str(trainer.dtype))
-    return Speed(cost, mesh.world, peak, trainer.recompute_granularity == "full")
+    return Speed(mesh.world, peak, trainer.recompute_granularity == "full")
 
 
 def phase_file(

@@ -25,7 +25,7 @@ from rft.data.packing import (
     PackingPolicy,
     Row,
     free_tokens,
-    shared_of,
+    work_of,
 )
 from rft.data.runs import nonzero
 from rft.data.updates import ONE_UPDATE, RowPacking, Update, UpdateRule, planned
@@ -187,7 +187,7 @@ class Feed:
         if recipe.needs_pairs(self.algorithm):
             rows = [replace(row, group=at // 2) for at, row in enumerate(rows)]
         parts, updates = planned(rows, self.rule, batch.step, self.packing, modes, self.longest)
-        metrics |= shared_of(parts, self.cost)
+        metrics |= work_of(parts, self.cost)
         trained = sum(nonzero(row.weight) for row in rows)
         metrics["sample/trained_tokens"] = float(trained * self.rule.epochs)
         cut = [(update.bins, update.weights) for update in updates]

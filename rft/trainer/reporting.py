@@ -17,8 +17,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rft.config import Config, ConfigError, TrainerConfig
 from rft.ground import durable
 from rft.ground.device import Device
@@ -31,11 +29,12 @@ from rft.monitor.sinks import build
 log = logging.getLogger(__name__)
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 KEPT = 10  # batches of skipped steps
+WORK = ("tokens", "forward_flops")  # of one epoch, as `packing.work_of` tells them
 
 
 class StepReporter:
     """`tokenizer` (of the model directory) turns sampled ids into text for the samples table;
-    `speed` knows what a token costs, `pool` how many engines serve.
+    `speed` knows the devices, `pool` how many engines serve.
     """
 
     def __init__(
@@ -66,9 +65,8 @@ class StepReporter:
 
     def step(self, version: int, metrics: dict[str, float], experiences: list[Experience]) -> None:
         tokens = sum(len(e.tokens) for e in experiences)
-        trained = [len(e.tokens) for e in experiences if np.any(e.action_mask)] * self.epochs
-        shared = metrics.get("packing/shared_flops_frac", 0.0)
-        speed = self.speed.metrics(trained, metrics["time/train_s"], shared)
+        done = (self.epochs * metrics.get(f"packing/{name}", 0.0) for name in WORK)
+        speed = self.speed.metrics(*done, metrics["time/train_s"])
         speed["tokens_per_s"] = tokens / metrics["time/step_s"]
         values = distributions(experiences, version - 1) if self.detailed else {}
         self.monitor.log({**metrics, **speed, **self.pool(), **quantiles(values)}, version)

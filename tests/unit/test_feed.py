@@ -262,3 +262,21 @@ def test_tokens_of_another_model_and_no_temperature_are_refused() -> None:
     assert "1 of the step's 4" in temperature and "like 0 of" in temperature
     larger = Feed(Rows(), Alone(), recipe, 100, 1, Cost(), vocab=2)  # type: ignore[arg-type]
     assert larger.next(0, stopping=False) is not None, "1 is the last of two"
+
+
+def test_what_is_left_out_of_a_step_is_no_work_of_it() -> None:
+    """Of each group of `raft` one response is trained on; the others cost nothing."""
+    recipe = AlgorithmConfig(algorithm_type="raft", advantage_fn="raft", loss_agg_mode="token-mean")
+
+    class Groups(Rows):
+        def take(self, step: int) -> Batch:
+            batch = super().take(step)
+            for at, one in enumerate(batch.experiences):
+                one.group, one.sample, one.reward = 0, at, float(at == 2)
+            return batch
+
+    feed = Feed(Groups(), Alone(), recipe, 100, 1, Cost(0.0, 1.0))  # type: ignore[arg-type]
+    step = feed.next(0, stopping=False)
+    assert step is not None
+    work = [step.metrics[f"packing/{name}"] for name in ("tokens", "forward_flops")]
+    assert work == [LENGTHS[2], LENGTHS[2] ** 2]

@@ -16,8 +16,8 @@ from rft.data.packing import (
     PackingPolicy,
     Row,
     pack,
-    shared_of,
     stack,
+    work_of,
 )
 from rft.data.prefixes import KEYS, Chain, chains, computed_of, shared_lengths
 from rft.data.updates import regrouped
@@ -204,15 +204,26 @@ def test_keys_of_many_short_answers_to_a_long_prompt_fit_a_microbatch_too() -> N
     assert len(part) == 5
 
 
-def test_metrics_say_what_was_shared() -> None:
+def test_metrics_say_what_is_computed_and_what_was_shared() -> None:
     drawn = [([1] * 9 + [2 + at], 0, 1 << 9) for at in range(10)]
     parts = stack(rows_of(drawn), 1, 100, 1, cut=SHARE)
-    told = shared_of(parts, Cost(1.0, 0.0))
+    told = work_of(parts, Cost(2.0, 0.0))
     assert told == {
+        "packing/tokens": 100.0,
+        "packing/forward_flops": pytest.approx(2 * 19.0),
         "packing/shared_frac": pytest.approx(0.81),
         "packing/shared_flops_frac": pytest.approx(0.81),
     }
-    assert set(shared_of(stack(rows_of(drawn), 1, 100, 1), Cost()).values()) == {0.0}
+    whole, cut = work_of(stack(rows_of(drawn), 1, 100, 1), Cost(0.0, 1.0)), PackingPolicy(pad=True)
+    assert whole == {
+        "packing/tokens": 100.0,
+        "packing/forward_flops": 1000.0,
+        "packing/shared_frac": 0.0,
+        "packing/shared_flops_frac": 0.0,
+    }
+    drawn[0] = ([1, 2], 0, 2)  # its padding is no work of the model
+    padded = work_of(stack(rows_of(drawn), 1, 100, 1, cut=cut), Cost(0.0, 1.0))
+    assert (padded["packing/tokens"], padded["packing/forward_flops"]) == (92.0, 904.0)
 
 
 @settings(max_examples=100, deadline=None)

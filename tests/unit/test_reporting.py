@@ -38,7 +38,7 @@ def evaluated(job: Path, resumed_at: int, names: tuple[str, ...] = ("a", "b")) -
         eval_tasksets=[TasksetConfig(name=n, path="-") for n in names]
     )
     reporter = StepReporter(
-        config, job, resumed_at, tokenizer=None, speed=Speed(sum, 1, None, False), pool=dict
+        config, job, resumed_at, tokenizer=None, speed=Speed(1, None, False), pool=dict
     )
     reporter.close()
     return {version: found["eval/a/accuracy"] for version, found in reporter.evaluated.items()}
@@ -58,15 +58,17 @@ def test_evaluations_up_to_the_resumed_step_are_known(tmp_path: Path) -> None:
 def test_a_step_shows_its_best_and_its_worst_responses(tmp_path: Path) -> None:
     config = Config(name="x", monitor=MonitorConfig(monitor_type="none", num_samples=2))
     text = SimpleNamespace(decode=lambda tokens: "".join(map(str, tokens)))
-    reporter = StepReporter(config, tmp_path, 0, text, Speed(sum, 1, None, False), pool=dict)
+    reporter = StepReporter(config, tmp_path, 0, text, Speed(1, None, False), pool=dict)
     made = [
         Experience(tokens=[1, n], prompt_length=1, action_mask=[1], group=n, reward=float(n))
         for n in (2, 3, 1)
     ]
-    reporter.step(4, {"time/train_s": 1.0, "time/step_s": 2.0}, made)
+    work = {"packing/tokens": 2.0, "packing/forward_flops": 1e12}  # one was left out
+    reporter.step(4, {"time/train_s": 1.0, "time/step_s": 2.0} | work, made)
     reporter.close()
     (row,) = RunRecord(tmp_path).rows
-    assert (row["step"], row["tokens_per_s"]) == (4, 3.0)
+    assert (row["step"], row["tokens_per_s"], row["perf/tokens_per_s"]) == (4, 3.0, 2.0)
+    assert row["perf/tflops_per_gpu"] == 3.0
     told = [
         tuple(shown[name] for name in ("step", "table", "prompt", "response", "reward"))
         for shown in RunRecord(tmp_path).samples
