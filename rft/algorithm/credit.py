@@ -261,26 +261,35 @@ def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
     }
     rollouts = [e for e in experiences if e.group >= 0]
     if rollouts:
-        rewards = np.array([total_reward(e) for e in rollouts])
-        groups = np.array([e.group for e in rollouts])
-        spreads = [np.ptp(rewards[groups == g]) for g in np.unique(groups)]
         ages = np.array([step - e.oldest_version for e in rollouts if e.oldest_version is not None])
         versions = [len({span.version for span in e.versions}) for e in rollouts]
         found |= {
-            "reward/mean": rewards.mean(),
-            "reward/max": rewards.max(),
-            "reward/min": rewards.min(),
-            "reward/std": rewards.std(),
-            "reward/zero_signal_groups": np.mean(np.array(spreads) == 0),
+            **_rewards([e for e in rollouts if not e.failed]),
             "reward/failed_frac": np.mean([e.failed for e in rollouts]),
             "staleness/mean": ages.mean() if len(ages) else 0.0,
             "staleness/max": ages.max() if len(ages) else 0.0,
             "staleness/tokens_mixed_frac": np.mean(np.array(versions) > 1),
             **token_staleness(rollouts, step),
             **equal_answers(rollouts),
-            "sample/groups": len(spreads),
+            "sample/groups": len({e.group for e in rollouts}),
         }
     return {name: float(value) for name, value in found.items()}
+
+
+def _rewards(judged: list[Experience]) -> dict[str, float]:
+    """Of responses whose reward did not fail: nothing where all did."""
+    if not judged:
+        return {}
+    rewards = np.array([total_reward(e) for e in judged])
+    groups = np.array([e.group for e in judged])
+    spreads = [np.ptp(rewards[groups == group]) for group in np.unique(groups)]
+    return {
+        "reward/mean": rewards.mean(),
+        "reward/max": rewards.max(),
+        "reward/min": rewards.min(),
+        "reward/std": rewards.std(),
+        "reward/zero_signal_groups": np.mean(np.array(spreads) == 0),
+    }
 
 
 def equal_answers(rollouts: list[Experience]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Numbers of a step: how long its parts took, how fast it was, and what metrics are called here and
 elsewhere, so that a dashboard of another system can be pointed at a run of this one.
 
-Speed. In: the lengths of the sequences that were trained on and the seconds of the training span
-(no waits: `Timer` takes them out). Out: `perf/...`. A training step is counted as three forward
+Speed. In: tokens and FLOPs of what was trained on, and the seconds of the training span (no waits:
+`Timer` takes them out). Out: `perf/...`. A training step is counted as three forward
 passes (the backward pass costs two); a model FLOPs utilisation counts no operation that is done
 twice, so recomputed activations are in `perf/hfu` only, as a fourth pass.
 

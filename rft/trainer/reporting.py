@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from rft.algorithm.advantages import total_reward
+from rft.algorithm.credit import is_baseline
 from rft.config import Config, ConfigError, TrainerConfig
 from rft.ground import durable
 from rft.ground.device import Device
@@ -92,7 +94,7 @@ class StepReporter:
             "task": experience.task,
             "prompt": self.tokenizer.decode(experience.prompt_ids),
             "response": self.tokenizer.decode(experience.response_ids),
-            "reward": experience.reward,
+            "reward": total_reward(experience),
             "outcome": experience.reward_outcome,
             "stop": experience.stop,
             "versions": ",".join(f"{s.version}:{s.start}-{s.end}" for s in experience.versions),
@@ -104,10 +106,11 @@ def distributions(experiences: list[Experience], step: int) -> dict[str, list[fl
 
     `step`: the policy version that trains on them.
     """
+    experiences = [e for e in experiences if not is_baseline(e)]
     rollouts = [e for e in experiences if e.group >= 0]
     found = {
         "response_length": [float(e.response_length) for e in experiences],
-        "reward": [float(e.reward) for e in rollouts],
+        "reward": [total_reward(e) for e in rollouts if not e.failed],
         "staleness": [
             float(step - e.oldest_version) for e in rollouts if e.oldest_version is not None
         ],
@@ -134,7 +137,7 @@ def quantiles(values: dict[str, list[float]]) -> dict[str, float]:
 
 def representative(experiences: list[Experience], count: int) -> list[Experience]:
     """The best and the worst of the batch, `count` in all, by reward."""
-    ordered = sorted(experiences, key=lambda e: e.reward)
+    ordered = sorted(experiences, key=total_reward)
     low = count // 2
     return ordered[:low] + ordered[max(low, len(ordered) - (count - low)) :]
 

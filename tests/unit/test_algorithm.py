@@ -174,6 +174,17 @@ def test_metrics_count_staleness_and_groups_without_signal() -> None:
     assert (found["reward/min"], found["reward/max"]) == (0.0, 1.0)
 
 
+def test_a_reward_that_failed_is_no_reward_of_0() -> None:
+    failed = experience(0.0, 0)
+    failed.reward_outcome = "timeout"
+    found = metrics([experience(-2.0, 0), failed, experience(-1.0, 1), failed], step=4)
+    told = {name: found[f"reward/{name}"] for name in ("mean", "max", "min", "failed_frac")}
+    assert told == {"mean": -1.5, "max": -1.0, "min": -2.0, "failed_frac": 0.5}
+    assert found["sample/groups"] == 2 and found["reward/zero_signal_groups"] == 1.0
+    nothing = metrics([failed, failed], step=4)
+    assert nothing["reward/failed_frac"] == 1.0 and "reward/mean" not in nothing
+
+
 def test_staleness_is_counted_for_every_trained_token() -> None:
     """Ten tokens: three of a version that is three steps old, two of the newest; one that was not
     sampled, and has no age; three more of an older one that is trained on nowhere. One token's

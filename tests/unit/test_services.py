@@ -2,6 +2,7 @@
 cannot be reached.
 """
 
+import copy
 import io
 import json
 import logging
@@ -14,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rft.config import ConfigError, MonitorConfig
@@ -133,6 +135,11 @@ def test_a_detailed_step_has_the_values_behind_its_means() -> None:
     assert values["logprob"] == [-1.0] * 5, "of trained tokens only"
     assert values["response_length"] == [2.0] * 5 + [1.0]
     assert quantiles(values)["reward/p50"] == 2.0 and quantiles(values)["reward/p25"] == 1.0
+    failed, greedy, of_tokens = (copy.copy(experiences[0]) for _ in range(3))
+    failed.reward_outcome, greedy.info = "error", {"baseline": True}
+    of_tokens.token_rewards = np.array([1.0, 2.0])
+    values = distributions([failed, greedy, of_tokens], step=5)
+    assert values["reward"] == [3.0] and values["response_length"] == [2.0] * 2, "as their means"
 
 
 def test_the_config_is_flat_text_for_services(tmp_path: Path) -> None:
