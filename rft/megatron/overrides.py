@@ -178,6 +178,8 @@ FIELDS_OF_ENGINE = (  # rft's own layers would fail over them, or not look at th
     "masked_softmax_fusion",
     "persist_layer_norm",
     "memory_efficient_layer_norm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
 )
 # a rank's tokens come in multiples of this: what the kernels of every recipe can take
 FP8_TOKENS = 32

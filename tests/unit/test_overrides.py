@@ -149,6 +149,8 @@ def test_recompute_that_cannot_be_is_refused(keys: dict[str, Any], message: str)
 def test_without_transformer_engine_its_features_are_refused() -> None:
     for config, key in (
         (trainer(given={"fp8": "hybrid"}), "override_transformer_config.fp8"),
+        (trainer(given={"moe_permute_fusion": True}), "moe_permute_fusion"),
+        (trainer(given={"moe_router_fusion": True}), "moe_router_fusion"),
         (
             trainer(recompute_granularity="selective", recompute_modules=["mlp", "layernorm"]),
             "recompute_modules=layernorm",
