@@ -44,6 +44,9 @@ class LikeWork:
         self.began = time.monotonic()
         self.done = threading.Event()
 
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
     def wait(self) -> bool:
         self.done.wait()
         return True

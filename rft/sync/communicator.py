@@ -37,6 +37,7 @@ from rft.sync.connection import PeerConnection, PeerLost, PeerRefused
 
 GRACE_S = 1.0  # for the word of whom it was, where only a neighbour's end was seen
 TICK_S = 0.5  # how late a deadline may be seen
+LOOK_S = 0.0005  # between two looks at whether something is done, which takes a millisecond or more
 # Of torch's own watchdog, which has nothing to do: the guard's deadline is the one that counts.
 NEVER = timedelta(days=1)
 QUIET = {
@@ -52,7 +53,11 @@ Hear = Callable[[dict[str, Any]], None]
 
 
 class Posted(Protocol):
-    def wait(self) -> Any: ...
+    def is_completed(self) -> bool:
+        """Whether there is nothing to wait for, asked without putting anything on a stream."""
+
+    def wait(self) -> Any:
+        """This thread's stream goes on behind it; where there are no streams, this thread."""
 
 
 class Broadcasts(Protocol):
@@ -131,6 +136,18 @@ def environment(wanted: Mapping[str, str]) -> Iterator[None]:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+
+def await_posted(work: Posted) -> None:
+    """Return when it is done. It is this thread that waits, and no stream: a card takes what is
+    asked of it from a few queues, a rank's from one (`CUDA_DEVICE_MAX_CONNECTIONS`), and what waits
+    there for another process holds up all that is behind it, of every stream. Two ranks of which
+    each has in front what the other one's next sum, behind such a wait, must come before would
+    stand for ever.
+    """
+    while not work.is_completed():
+        time.sleep(LOOK_S)
+    work.wait()
 
 
 class Watch:
@@ -269,8 +286,7 @@ class Communicator(Generic[T]):
                 transport.abort()
                 return
             for work in first(transport):
-                work.wait()
-            settle(self.device)
+                await_posted(work)
         except PeerLost as lost:
             self._over.wait(GRACE_S)
             self.abort(lost)
@@ -309,6 +325,11 @@ class Communicator(Generic[T]):
         except RuntimeError as error:
             self.check(error)
             raise PeerLost(f"{self.name}: {error}") from error
+
+    def finish(self, work: Posted) -> None:
+        """Return when it is done, as far as this member can see."""
+        with self.talking():
+            await_posted(work)
 
     def check(self, cause: BaseException | None = None) -> None:
         if isinstance(self.lost, PeerLost):

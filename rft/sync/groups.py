@@ -27,7 +27,6 @@ from torch.distributed import TCPStore
 
 from rft.ground.experience import Record
 from rft.ground.rounds import PACKED, GroupSeat
-from rft.ground.streams import settle
 from rft.sync.communicator import (
     Broadcasts,
     Communicator,
@@ -163,7 +162,6 @@ class WorkerGroup:
         self.name = f"group {star.seat.generation} of {', '.join(star.seat.names)}"
         self.store: TCPStore | None = None  # a transport keeps no reference of its own
         self._star = star
-        self._device = device
         self._memory = memory
         self._left = PeerLost(f"{name} has left its group", name)
         self._communicator = Communicator[Broadcasts](self.name, timeout, device, ended=star.tell)
@@ -185,9 +183,7 @@ class WorkerGroup:
     def finish(self, started: Posted) -> None:
         """Return when the message has been sent, or is here, if its checksum says so."""
         with self._communicator.running():
-            with self._communicator.talking():
-                started.wait()
-            settle(self._device)
+            self._communicator.finish(started)
 
     def abort(self, why: Ended) -> None:
         """This member cannot go on, so nobody can."""
@@ -250,8 +246,13 @@ class IpcTransport:
 
 
 class IpcWork:
+    """Done by who waits for it, with its own deadline."""
+
     def __init__(self, wait: Callable[[], None]):
         self.wait = wait
+
+    def is_completed(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from torch.distributed import Store
 from rft.ground import device as devices
 from rft.ground.experience import Record
 from rft.ground.rounds import HOST, PACKED
-from rft.ground.streams import settle
 from rft.sync.communicator import (
     Communicator,
     MakeTransport,
@@ -263,7 +262,7 @@ class NcclLink:
         self._peer = 1 - side
         self._device = device
         self._memory: list[torch.Tensor] = []
-        self._travelling: dict[int, Posted] = {}  # by buffer
+        self._travelling: Posted | None = None
         self._turn = 0
         self._communicator = Communicator[Transport](wire.name, wire.timeout, device)
         self._communicator.watch(wire)
@@ -289,35 +288,36 @@ class NcclLink:
         return [move([self._memory[0]], self._peer, 0)]
 
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
+        """One travels at a time (`communicator.await_posted`), so the next memory is free."""
         turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
-        with self._communicator.running():  # `fill` waits for what was sent before
-            if turn in self._travelling:
-                self._await(turn)
-            message = self._memory[turn][:size]
+        message = self._memory[turn][:size]
+        with self._communicator.running():
             made = fill(message)
+            self._await()
             with self._communicator.talking() as transport:
-                self._travelling[turn] = transport.send([message], self._peer, 0)
+                self._travelling = transport.send([message], self._peer, 0)
         return made
 
     def flush(self) -> None:
         with self._communicator.running():
-            for turn in list(self._travelling):
-                self._await(turn)
-            settle(self._device)
+            self._await()
 
     def receive(self, size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
         message = self._memory[0][:size]
         with self._communicator.running():
             with self._communicator.talking() as transport:
-                transport.recv([message], self._peer, 0).wait()
+                coming = transport.recv([message], self._peer, 0)
+            self._communicator.finish(coming)
             return use(message)
 
     def close(self) -> None:
         self._communicator.close()
 
-    def _await(self, turn: int) -> None:
-        with self._communicator.talking():
-            self._travelling.pop(turn).wait()
+    def _await(self) -> None:
+        """What travels has left its memory."""
+        travelling, self._travelling = self._travelling, None
+        if travelling is not None:
+            self._communicator.finish(travelling)
 
 
 def host_nccl(

@@ -388,6 +388,7 @@ Staging.reserve | a bucket is installed | `sync_timeout` | the round failed
 sync/communicator.py
 Communicator._build | members come together | none: `build` aborts it | the round failed
 Communicator.build | members come together | `sync_timeout` | aborted, the round failed
+await_posted | others' part of a message | `sync_timeout`, by the guard | aborted, the round failed
 Communicator.running | a better reason of the guard | `GRACE_S` | the first reason counts
 Guard._run | something at a wire | `TICK_S` | it looks at the deadlines
 sync/connection.py
@@ -397,10 +398,8 @@ PeerConnection.receive | the other end | `sync_timeout` of the socket | the roun
 PeerConnection.wait | the other end's next bytes | `sync_timeout` of the socket | the round failed
 handshake | a listener | `sync_timeout` | PeerLost: the round failed
 sync/groups.py
-WorkerGroup.finish | a broadcast | `sync_timeout`, by the guard | aborted, the round failed
 Meeting.gather | members of a group | `sync_timeout` | the round failed
 sync/links.py
-NcclLink._await | a message is sent | `sync_timeout`, by the guard | aborted, the round failed
 NcclLink.receive | a message | `sync_timeout`, by the guard | aborted, the round failed
 sync/origins.py
 CheckpointOrigin.outcome | the save is committed | `deadline_s` | the ranks fail

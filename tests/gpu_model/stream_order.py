@@ -10,7 +10,9 @@ host: no value waits here, but every read, write and free of memory is put in it
 A race is two uses of the same memory, one of which writes it, with no way of edges between them; or
 memory that went back to the stream it was made on while another one might still use it, as torch's
 allocator gives it out again at once (`record_stream` tells it of the other one). Whether real time
-would have shown it does not matter. Also counted: bytes of each card that are alive.
+would have shown it does not matter. No race, but told with them: what waits on a stream for another
+process, for other streams may be in the same queue of the card behind it. Also counted: bytes of
+each card that are alive.
 
 Assumed: threads of one process order themselves, what the host does with memory of the host is done
 at once, and torch orders what is asked of one stream.
@@ -135,6 +137,10 @@ class Model:
         if words not in self.races:
             self.races.append(words)
 
+    def queued(self, words: str) -> None:
+        """Something stands in a queue of the card until another process has done its part."""
+        self._race(f"{words} in a queue that others share")
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         at = tensor.data_ptr()
         return any(start <= at < start + size for start, size in self._pinned)
@@ -220,13 +226,14 @@ class Model:
             def __init__(self, store: "Pair", side: int, _size: int, _options: Any):
                 self.pair, self.side = store, side
                 self.line = f"nccl of {model.here.card} in {store.name}"
+                self.last: Work | None = None
 
             def send(self, tensors: list[torch.Tensor], _peer: int, _tag: int) -> "Work":
                 self._use("send", tensors[0], writes=False)
                 with _disable_current_modes():
                     data = tensors[0].clone()
                 self.pair.ways[self.side].put((data, model.now(self.line)))
-                return Work(self.line)
+                return self._posted()
 
             def recv(self, tensors: list[torch.Tensor], _peer: int, _tag: int) -> "Work":
                 data, clock = self.pair.ways[1 - self.side].get(timeout=PATIENCE_S)
@@ -234,9 +241,15 @@ class Model:
                 self._use("recv", tensors[0], writes=True)
                 with _disable_current_modes():
                     tensors[0].copy_(data)
-                return Work(self.line)
+                return self._posted()
 
             def abort(self) -> None: ...
+
+            def _posted(self) -> "Work":
+                if self.last is not None and not self.last.is_known:
+                    model.queued(f"{self.line} waits for itself")
+                self.last = Work(self.line)
+                return self.last
 
             def _use(self, what: str, tensor: torch.Tensor, writes: bool) -> None:
                 model.join(self.line, model.now(model.stream()))
@@ -246,8 +259,16 @@ class Model:
         class Work:
             def __init__(self, line: str):
                 self.line, self.clock = line, model.now(line)
+                self.is_known = False  # to the host, to be done
+
+            def is_completed(self) -> bool:
+                model.join(model.host(), self.clock)
+                self.is_known = True
+                return True
 
             def wait(self) -> None:
+                if not self.is_known:
+                    model.queued(f"{model.stream()} waits for {self.line}")
                 model.join(model.stream(), self.clock)
 
         return Group

@@ -14,7 +14,7 @@ from stream_order import CardMemory, Model, Pair, process
 from rft.ground import streams
 from rft.ground.protocols import Block
 from rft.ground.rounds import Round, TrainerInfo
-from rft.sync import buckets, links, plan, receiver, sender
+from rft.sync import buckets, communicator, links, plan, receiver, sender
 from rft.sync.buckets import Blocks
 from rft.sync.communicator import nccl
 from rft.sync.connection import PeerConnection
@@ -174,7 +174,11 @@ def freed_under_who_uses_it(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_wait_before_reuse(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(links.NcclLink, "_await", lambda link, turn: link._travelling.pop(turn))
+    patch.setattr(links.NcclLink, "_await", lambda link: None)
+
+
+def a_stream_that_waits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(communicator, "await_posted", lambda work: work.wait())
 
 
 def no_wait_for_the_computation(patch: pytest.MonkeyPatch) -> None:
@@ -185,6 +189,7 @@ FAULTS = {
     freed_under_who_uses_it: ("ipc", "freed on stream 1 of 1, default 1 still"),
     block_0_outside: ("nccl", "freed on default 0"),
     no_wait_before_reuse: ("nccl", "nccl of 0"),
+    a_stream_that_waits: ("nccl", "in a queue that others share"),
     no_wait_for_the_computation: ("ipc", "on default 0 before"),
 }
 
