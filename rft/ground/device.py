@@ -427,19 +427,20 @@ class SharedCard:
 def ordinary_segments() -> Iterator[None]:
     """New segments of torch's allocator do not expand inside; those of other threads neither, which
     does them no harm. One thread at a time, or the second would put back what the first has set.
+    All of its settings are set: of those that are left out torch forgets what the user has said.
     """
     import torch
 
     with _segments:
         told = torch._C._accelerator_getAllocatorSettings()
-        expand = f"{EXPANDABLE}true" in told.lower()
-        if expand:
-            torch._C._accelerator_setAllocatorSettings(f"{EXPANDABLE}False")
+        ordinary = told.replace(f"{EXPANDABLE}True", f"{EXPANDABLE}False")
+        if ordinary != told:
+            torch._C._accelerator_setAllocatorSettings(ordinary)
         try:
             yield
         finally:
-            if expand:
-                torch._C._accelerator_setAllocatorSettings(f"{EXPANDABLE}True")
+            if ordinary != told:
+                torch._C._accelerator_setAllocatorSettings(told)
 
 
 def peak_of(name: str) -> float | None:

@@ -150,10 +150,12 @@ def test_memory_that_is_shared_is_no_part_of_an_expandable_segment(
     card = devices.SharedCard(torch.device("cpu"))
     try:
         for expand in (True, False):
-            torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expand}")
+            given = f"max_split_size_mb:64,expandable_segments:{expand}"
+            torch._C._accelerator_setAllocatorSettings(given)
             assert card.room(64).shape == (64,)
-            assert settings() == f"expandable_segments:{expand}"
+            assert settings() == given
     finally:
         torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
-    assert [told for _, told in pools] == ["expandable_segments:False"] * 2
+    ordinary = "max_split_size_mb:64,expandable_segments:False"
+    assert [told for _, told in pools] == [ordinary] * 2
     assert pools[0] == pools[1]
