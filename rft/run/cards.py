@@ -83,12 +83,10 @@ def look(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) ->
     cards, driver, trouble = _asked(environment)
     source = "nvidia-smi" if cards else ""
     if not cards:
-        numbers = sorted(
-            int(path.name.removeprefix("nvidia"))
-            for path in (root / "dev").glob("nvidia[0-9]*")
-            if path.name.removeprefix("nvidia").isdigit()
-        )
-        cards, source = tuple(map(Card, numbers)), "device files" if numbers else ""
+        files = (path.name.removeprefix("nvidia") for path in (root / "dev").glob("nvidia[0-9]*"))
+        # a container may have the sixth one alone: to CUDA that is the first
+        cards = tuple(map(Card, range(sum(map(str.isdigit, files)))))
+        source = "device files" if cards else ""
         driver = driver or _loaded_driver(root / "proc/driver/nvidia/version")
     told = environment.get(VISIBLE)
     launcher = launched(environment)

@@ -164,7 +164,7 @@ def test_stages_do_not_take_cards_from_each_other() -> None:
 
 def test_the_device_files_are_counted_where_the_driver_has_no_tool(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+    for name in ("nvidia3", "nvidia5", "nvidiactl", "nvidia-uvm"):  # of a container
         (tmp_path / "dev" / name).touch()
     version = tmp_path / "proc/driver/nvidia/version"
     version.parent.mkdir(parents=True)
