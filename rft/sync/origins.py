@@ -196,6 +196,7 @@ class MemoryOrigin(ShardOrigin):
         self._stream, _ = self.agree_on_plan(None)
         if self._stream is not None:
             self._device = next(iter(self.source.read_blocks())).device
+            self._beside = Beside(self._device)
         if self.mesh.rank != 0:
             return Outcome()
         return self.lead(Synchronizer.connect, self.plan, [], self.epoch, MEMORY)
@@ -246,7 +247,7 @@ class MemoryOrigin(ShardOrigin):
     def _begin(self) -> None:
         version = self._version
         if self._stream is not None and version is not None:
-            self._deposit = DepositThread(lambda: self._leave(version), self._device)
+            self._deposit = DepositThread(lambda: self._leave(version), self._device, self._beside)
 
     def _leave(self, version: int) -> None:
         import ray
@@ -265,12 +266,12 @@ class MemoryOrigin(ShardOrigin):
 
 
 class DepositThread:
-    """A thread that reads weights beside the computation, and whose failure is raised to who waits
-    for it.
+    """A thread that reads weights `beside` the computation, and whose failure is raised to who
+    waits for it.
     """
 
-    def __init__(self, work: Callable[[], None], device: torch.device):
-        self._device = device
+    def __init__(self, work: Callable[[], None], device: torch.device, beside: Beside):
+        self._device, self._beside = device, beside
         self._failure: Exception | None = None
         self._work = work
         self._thread = NamedThread(target=self._run, name="leave-weights", daemon=True)
@@ -290,7 +291,7 @@ class DepositThread:
     def _run(self) -> None:
         enter_thread(self._device)
         try:
-            with Beside(self._device):
+            with self._beside:
                 self._work()
         except Exception as error:  # raised by `wait`
             self._failure = error

@@ -141,6 +141,10 @@ class Model:
         """Something stands in a queue of the card until another process has done its part."""
         self._race(f"{words} in a queue that others share")
 
+    def streams_of(self, card: int) -> int:
+        """How many were made."""
+        return self._made[card]
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         at = tensor.data_ptr()
         return any(start <= at < start + size for start, size in self._pinned)
@@ -161,7 +165,7 @@ class Model:
         class Stream:
             def __init__(self, device: Any = None, name: str = ""):
                 card = torch.device(device).index
-                model._made[card] += 1
+                model._made[card] += not name
                 self.name = name or f"stream {model._made[card]} of {card}"
 
             def wait_stream(self, other: "Stream") -> None:

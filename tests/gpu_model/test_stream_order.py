@@ -5,16 +5,18 @@ allocator and NCCL (`stream_order`). What a GPU has run is in docs/measured.md.
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from stream_order import CardMemory, Model, Pair, process
 
+from rft.config import SynchronizerConfig
 from rft.ground import streams
 from rft.ground.protocols import Block
 from rft.ground.rounds import Round, TrainerInfo
-from rft.sync import buckets, communicator, links, plan, receiver, sender
+from rft.sync import buckets, communicator, links, origins, plan, receiver, sender
 from rft.sync.buckets import Blocks
 from rft.sync.communicator import nccl
 from rft.sync.connection import PeerConnection
@@ -148,6 +150,30 @@ def test_nothing_is_read_written_or_freed_too_early(model: Model, way: str, dire
 
 def test_parts_in_columns_neither(model: Model) -> None:
     assert races(model, "nccl", share=Share(worker=1, workers=2, kv_heads=2)) == []
+
+
+def test_versions_that_are_left_elsewhere_are_read_on_one_stream(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch has so many, and keeps the memory of each apart."""
+    mesh = SimpleNamespace(rank=0, gather=lambda item: [item], broadcast=lambda item: item)
+    weights = process(model, 0, partial(Weights, SHAPES))
+    config = SynchronizerConfig(bucket_bytes=BUCKET)
+    origin = origins.MemoryOrigin(mesh, weights, None, config, 1)  # type: ignore[arg-type]
+    read = []
+
+    def leave(version: int) -> None:
+        read.append(sum(len(data) for data, _ in origins.packed(origin.plan, 0, weights, version)))
+
+    monkeypatch.setattr(origin, "_leave", leave)
+    monkeypatch.setattr(origin, "lead", lambda *_: None)
+    process(model, 0, origin.connect)
+    for version in range(3):
+        process(model, 0, partial(origin.start, version, due=True))
+        process(model, 0, origin.release)
+        process(model, 0, weights.learn)
+    assert len(set(read)) == 1 and len(read) == 3
+    assert model.streams_of(0) == 1
 
 
 # --- faults that are found ------------------------------------------------------------------------

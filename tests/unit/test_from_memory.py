@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from rft.ground.protocols import Block
 from rft.ground.rounds import InFile, Round, TrainerInfo
+from rft.ground.streams import Beside
 from rft.sync import plan as plans
 from rft.sync.connection import PeerLost
 from rft.sync.origins import DepositThread, packed
@@ -173,5 +174,6 @@ def test_what_a_rank_could_not_leave_is_raised_to_it() -> None:
     def fails() -> None:
         raise OSError("no room")
 
+    cpu = torch.device("cpu")
     with pytest.raises(RuntimeError, match="could not be left in the object store: no room"):
-        DepositThread(fails, torch.device("cpu")).wait(20.0)
+        DepositThread(fails, cpu, Beside(cpu)).wait(20.0)
