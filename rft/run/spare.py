@@ -203,8 +203,10 @@ def main(descriptor: int, parent: int, path: str) -> int:
 def import_ahead(config: Config) -> None:
     """What a rank of this config imports, in a thread that takes a core after all others."""
     from rft.run.backends import backend_of
+    from rft.run.rank import environment_of
 
     devices.yield_to_others()
+    os.environ.update(environment_of(config))  # before the driver is asked for the first time
     kind = devices.choose(config.device)
     backend_of(config, kind).import_code()
     importlib.import_module("rft.run.assembly")

@@ -15,6 +15,7 @@ import pytest
 from states import PATIENCE, until
 
 from rft import config as configs
+from rft.ground import device as devices
 from rft.ground.errors import REFUSED
 from rft.run import recovery, spare
 from rft.run.recovery import RankWatch
@@ -100,6 +101,26 @@ def test_a_spare_of_another_environment_begins_anew(
         monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")  # libraries have read it by then
         told = became(spares, resolved, tmp_path)
     assert (told["at"], told["has_imported"], told["rank"]) == (at, False, "3")
+
+
+def test_a_spare_has_what_the_driver_reads_before_it_asks_for_a_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a tensor-parallel rank on Hopper; what reads it does so once."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # taken away behind the test
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.setattr(devices, "capability", lambda: 9)
+    monkeypatch.setattr(devices, "yield_to_others", lambda: None)
+
+    def asked(kind: str) -> None:
+        raise ValueError(f"{kind} {os.environ['CUDA_DEVICE_MAX_CONNECTIONS']}")
+
+    monkeypatch.setattr(devices, "choose", asked)
+    config = configs.Config(name="a", device="cuda")
+    config.trainer.megatron.tensor_model_parallel_size = 2
+    with pytest.raises(ValueError, match="cuda 1"):
+        spare.import_ahead(config)
 
 
 def test_spares_end_with_their_launcher(resolved: str, tmp_path: Path) -> None:
