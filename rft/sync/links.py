@@ -259,6 +259,7 @@ class NcclLink:
         make: MakeTransport,
     ):
         self._store = store  # the group keeps no reference of its own
+        self._wire = wire
         self._peer = 1 - side
         self._device = device
         self._memory: list[torch.Tensor] = []
@@ -288,12 +289,17 @@ class NcclLink:
         return [move([self._memory[0]], self._peer, 0)]
 
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
-        """One travels at a time (`communicator.await_posted`), so the next memory is free."""
+        """One travels at a time (`communicator.await_posted`), so the next memory is free; and none
+        is posted before the other end has a place for it: until then it would be a kernel, for
+        whose end the allocator of a card that is full waits with all that computes there.
+        """
         turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
         message = self._memory[turn][:size]
         with self._communicator.running():
             made = fill(message)
             self._await()
+            if (told := self._wire.receive_record()) != {"takes": size}:
+                raise PeerLost(f"{self._wire.name}: {size} bytes for one who says {told}")
             with self._communicator.talking() as transport:
                 self._travelling = transport.send([message], self._peer, 0)
         return made
@@ -305,6 +311,7 @@ class NcclLink:
     def receive(self, size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
         message = self._memory[0][:size]
         with self._communicator.running():
+            self._wire.send_record({"takes": size})
             with self._communicator.talking() as transport:
                 coming = transport.recv([message], self._peer, 0)
             self._communicator.finish(coming)

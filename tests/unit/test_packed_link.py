@@ -23,7 +23,7 @@ from rft.config import Config
 from rft.ground.rounds import Round, TrainerInfo
 from rft.sync import plan as plans
 from rft.sync.connection import PeerConnection, PeerLost, PeerRefused
-from rft.sync.links import SLOTS, ask, decide
+from rft.sync.links import SENDER, SLOTS, NcclLink, ask, decide
 from rft.sync.receiver import Receiver
 from rft.sync.sender import WeightSender
 from rft.sync.transport import IPC, NCCL, SOCKETS, WIRE, of_group, of_pair, told
@@ -253,6 +253,38 @@ def test_the_start_says_which_way_it_is(
     config.explorer.rollout_model.engine_num = engines
     config.cluster.ray_address, config.synchronizer.receive = cluster, receive
     assert told(config) == line
+
+
+class Posting:
+    """A transport at which everything is done at once, and written down."""
+
+    def __init__(self) -> None:
+        self.posted: list[int] = []
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> "Posting":
+        self.posted.append(len(tensors[0]))
+        return self
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+def test_nothing_stands_on_a_card_that_the_other_end_does_not_take_yet() -> None:
+    ours, theirs = (PeerConnection(end, "a pair", LONG) for end in socket.socketpair())
+    transport = Posting()
+    link = NcclLink(ours, SENDER, torch.device("cpu"), None, lambda *_: transport)  # type: ignore[arg-type]
+    link.room_to_send(16, 1)
+    theirs.send_record({"takes": 8})
+    assert link.send(8, lambda message: b"sum") == b"sum"
+    assert transport.posted == [16, 8]
+    with pytest.raises(PeerLost):
+        link.send(4, lambda message: theirs.close() or b"sum")  # type: ignore[func-returns-value]
+    link.close()
+    assert transport.posted == [16, 8]
 
 
 def test_a_cards_kernel_gives_the_sums_of_torchs_operations() -> None:
