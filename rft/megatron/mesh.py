@@ -44,6 +44,7 @@ from rft.ground.names import Place
 P = ParamSpec("P")
 R = TypeVar("R")
 SHARED = "shared_gloo"  # as torch.distributed knows it
+PATIENCE = timedelta(days=1)  # with a rank 0 that lives
 _alone: list[Any] = []  # options of the first group of one rank: its device, for all others
 
 
@@ -167,13 +168,17 @@ class Mesh:
 
     @_named
     def broadcast(self, item: Any) -> Any:
-        """Rank 0's `item` on every rank, as msgpack gives it back."""
+        """Rank 0's `item` on every rank, as msgpack gives it back. Only here ranks wait longer than
+        the deadline: rank 0 may come from a batch or an evaluation, for which it has its own.
+        """
         data = msgspec.msgpack.encode(item) if self.rank == 0 else b""
         if self.world > 1:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.timeout = 0, PATIENCE
             size = torch.tensor([len(data)])
-            dist.broadcast(size, 0, group=self._control)
+            self._control.broadcast([size], options).wait()
             buffer = _buffer(data, int(size))
-            dist.broadcast(buffer, 0, group=self._control)
+            self._control.broadcast([buffer], options).wait()
             data = buffer.numpy().tobytes()
         return msgspec.msgpack.decode(data)
 
