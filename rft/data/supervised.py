@@ -242,6 +242,7 @@ class SupervisedRows(StatelessSource):
         key_path: str = "buffer.trainer_input.experience_buffer",
         schema: str = "sft",
         expert: bool = False,
+        vocab: int = 2**31,
     ) -> None:
         if config.path is None:
             raise ConfigError(f"{key_path}.path: storage_type=file needs the path of the rows")
@@ -258,7 +259,7 @@ class SupervisedRows(StatelessSource):
         self.num_rows = len(rows)
         self._rows: list[tuple[int, list[Sequence]]] = []  # number of the row, what it became
         self.too_long = self.too_short = longest = 0
-        reader = Reader(tokenizer, config.format, schema, chat_template)
+        reader, self.vocab = Reader(tokenizer, config.format, schema, chat_template), vocab
         for index, raw in enumerate(rows):
             made = self._read(reader, raw, f"{key_path}: row {index + 1} of {config.path}")
             length = max((len(one.tokens) for one in made), default=0)
@@ -282,12 +283,19 @@ class SupervisedRows(StatelessSource):
         )
         self._order: tuple[int, list[int]] = (-1, [])  # of the epoch last used
 
-    @staticmethod
-    def _read(reader: Reader, raw: dict[str, Any], where: str) -> list[Sequence]:
+    def _read(self, reader: Reader, raw: dict[str, Any], where: str) -> list[Sequence]:
         try:
-            return reader(raw)
+            made = reader(raw)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
+        largest = max((max(one.tokens, default=0) for one in made), default=0)
+        if largest >= self.vocab:
+            raise ConfigError(
+                f"{where}: the tokenizer gives token {largest}, and config.json of "
+                f"model.model_path has vocab_size={self.vocab}: tokens were added to the one and "
+                "not to the weights; resize the model's embeddings, or leave such rows out"
+            )
+        return made
 
     def _report(self, rows: str, max_len: int, longest: int) -> None:
         if self.too_long:

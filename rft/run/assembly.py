@@ -329,9 +329,9 @@ def compare(gates: Gates, mesh: TrainerMesh, models: Models, loop: dict[str, Any
 
 def build_feed(config: Config, mesh: TrainerMesh, models: Models, tokenizer: Any) -> Feed:
     """`tokenizer`: rank 0's."""
-    lead = mesh.rank == 0
+    lead, vocab = mesh.rank == 0, int(models.policy.hf_config["vocab_size"])
     return Feed(
-        source(config, tokenizer) if lead else None,
+        source(config, tokenizer, vocab) if lead else None,
         mesh,
         config.algorithm,
         int(config.trainer.max_token_len_per_gpu or 0) * mesh.cp,
@@ -342,10 +342,10 @@ def build_feed(config: Config, mesh: TrainerMesh, models: Models, tokenizer: Any
         if config.model.tinker.enable
         else cut_of(config.trainer),
         int(config.model.max_response_tokens or 1),
-        experts(config, tokenizer) if lead else None,
+        experts(config, tokenizer, vocab) if lead else None,
         rule_of(config),
         config.trainer.router_replay and num_experts(models.policy.hf_config) > 0,
-        int(models.policy.hf_config["vocab_size"]),
+        vocab,
     )
 
 
@@ -361,7 +361,7 @@ def rule_of(config: Config) -> UpdateRule:
     return UpdateRule(trainer.ppo_epochs, size, trainer.ppo_shuffle, config.seed, together)
 
 
-def source(config: Config, tokenizer: Any) -> BatchSource:
+def source(config: Config, tokenizer: Any, vocab: int) -> BatchSource:
     """Rank 0's batches: supervised rows or experiences from a file, or what is in a buffer."""
     experience_buffer = config.buffer.trainer_input.experience_buffer
     if experience_buffer.storage_type == "file" and not is_supervised(config.algorithm):
@@ -377,6 +377,7 @@ def source(config: Config, tokenizer: Any) -> BatchSource:
             total_steps=config.trainer.total_steps,
             chat_template=config.model.custom_chat_template,
             schema=ALGORITHMS[config.algorithm.algorithm_type].schema,
+            vocab=vocab,
         )
     controlled = config.algorithm.sample_strategy == "staleness_control"
     oldest = int(config.algorithm.sample_strategy_args["max_staleness"]) if controlled else None
@@ -387,7 +388,7 @@ def source(config: Config, tokenizer: Any) -> BatchSource:
     )
 
 
-def experts(config: Config, tokenizer: Any) -> BatchSource | None:
+def experts(config: Config, tokenizer: Any, vocab: int) -> BatchSource | None:
     """Rank 0's expert rows, where the algorithm mixes them in: as
     many per step as the batch has room for.
     """
@@ -405,4 +406,5 @@ def experts(config: Config, tokenizer: Any) -> BatchSource | None:
         chat_template=config.model.custom_chat_template,
         key_path=f"buffer.trainer_input.auxiliary_buffers.{name}",
         expert=True,
+        vocab=vocab,
     )

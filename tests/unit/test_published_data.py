@@ -216,7 +216,7 @@ def test_a_whole_file_is_taken_and_says_what_means_less_here(
     judges = config.explorer.auxiliary_models
     assert [one.name for one in judges] == ["model", "model-2"]
     assert [one.max_model_len for one in judges] == [18, 18]
-    rows = assembly.experts(config, character_tokenizer())
+    rows = assembly.experts(config, character_tokenizer(), 91)
     assert isinstance(rows, SupervisedRows)
     assert rows.batch_size == 4 and rows.total_steps == 25 * rows.steps_per_epoch
     said = [*notes(config)]

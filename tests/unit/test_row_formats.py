@@ -128,6 +128,18 @@ def test_cpt_learns_every_token_after_the_first(tmp_path: Path, tokenizer: Any) 
     assert (rows.too_long, rows.too_short) == (1, 1)
 
 
+def test_a_row_with_a_token_that_the_model_has_not_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    """At the start, and not when its step comes."""
+    path = saved(tmp_path / "a.jsonl", [{"text": word} for word in ("abc", "def", "xyz")])
+    config = buffer(path, prompt_type="plaintext", prompt_key="text")
+    largest = max(tokenizer.encode("xyz"))
+    SupervisedRows(config, tokenizer, 2, 0, 6, schema="cpt", vocab=largest + 1)
+    with pytest.raises(
+        ConfigError, match=f"row 3 of .*gives token {largest}.*vocab_size={largest}:"
+    ):
+        SupervisedRows(config, tokenizer, 2, 0, 6, schema="cpt", vocab=largest)
+
+
 @pytest.mark.parametrize(
     "answers",
     [lambda text: [{"role": "assistant", "content": text}], None],
