@@ -4,7 +4,6 @@ In: a filled config. Out: what is refused, and the values that only these inputs
 an adapter is handed on. Nothing is started or imported.
 """
 
-import ipaddress
 import json
 import os
 import shutil
@@ -39,6 +38,7 @@ from rft.config.layout import (
 )
 from rft.ground import host_memory, hubs
 from rft.ground.adapters import Lora, adapter_names
+from rft.ground.device import socket_family
 from rft.ground.errors import all_of, problems_of, unreadable
 from rft.ground.families import num_experts, rope_of
 from rft.ground.names import Dims, architecture_of, hf_names, is_expert, read_hf_config
@@ -51,6 +51,7 @@ from rft.run import cluster
 from rft.sync import plan as plans
 from rft.trainer.feed import reads_files
 
+RAY_S = 5.0  # for a Ray that is named to answer
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store lies
 ROUTES = "explorer.rollout_model.enable_return_routed_experts"
 MODEL, SERVICE_TRAINS = "model.model_path", "trainer.trainer_type"
@@ -418,8 +419,7 @@ def _try_out(directory: Path, key: str) -> None:
 
 def _bind(host: str, port: int) -> None:
     """Raises OSError for a port that cannot be had."""
-    family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket(socket_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
 
@@ -448,16 +448,12 @@ def _proxy_port(c: Config) -> None:
 
 
 def _ray(c: Config) -> None:
-    if not c.cluster.ray_address:
-        return
-    host, _, port = c.cluster.ray_address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except (OSError, ValueError) as error:
+    address = c.cluster.ray_address
+    if address and (why := cluster.silence(address, RAY_S)):
         raise ConfigError(
-            f"cluster.ray_address={c.cluster.ray_address}: no Ray answers there ({error}); start "
-            "one with `ray start --head`, or leave the key out for a private cluster"
-        ) from error
+            f"cluster.ray_address={address}: no Ray answers there ({why}); start one with "
+            "`ray start --head`, or leave the key out for a private cluster"
+        )
 
 
 def _token(c: Config) -> Iterator[str]:

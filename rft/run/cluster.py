@@ -156,18 +156,18 @@ def await_loss(address: str, is_private: bool, ending: threading.Event) -> str:
     while not ending.wait(LOOK_S):
         why = silence(address)
         if why and time.monotonic() - heard > patience:
-            return why
+            return f"nobody answers at {address} ({why})"
         heard = heard if why else time.monotonic()
     return ""
 
 
-def silence(address: str) -> str:
+def silence(address: str, within_s: float = LOOK_S) -> str:
     """Why nobody answers there; empty where somebody does."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), LOOK_S).close()
-    except OSError as error:
-        return f"nobody answers at {address} ({error})"
+        socket.create_connection((host.strip("[]"), int(port)), within_s).close()
+    except (OSError, ValueError) as error:
+        return str(error)
     return ""
 
 

@@ -212,8 +212,6 @@ MLflow.close | its thread | `CLOSE_S` | left behind, said
 MLflow._send | the next order | none: a thread of its own | -
 preflight/inputs_data.py
 _own_service | a service's `--check` | six times `ANSWER_S` | the start is refused
-preflight/inputs_models.py
-_ray | a Ray that is named | a number of its own, 5 s | the start is refused
 rollout/adapter_serving.py
 AdapterServing._room | requests of an old adapter | `sync_timeout` | the engine fails the round
 rollout/answers.py
@@ -315,7 +313,7 @@ hold_rank_cards | GPUs of the ranks in Ray | `HOLD_S` | the start is refused
 await_engine_cards | GPUs of engines in Ray | `JOIN_S` | the run ends
 await_loss | the end of the Ray | none: until the run ends | half of `RECONNECT` without an \
 answer, of a private one `SLOW_S`: the run ends
-silence | a connection to the Ray's head | `LOOK_S` | it is told as silent
+silence | a connection to the Ray's head | `LOOK_S`; at the start `RAY_S` | it is told as silent
 run/control_socket.py
 ControlSocket._serve | whoever asks `rft engines` | none: a thread of its own | nothing waits for \
 it
