@@ -148,6 +148,8 @@ def test_a_rank_that_is_killed_comes_back_with_the_other(tmp_path: Path, node: i
         said = run.said()
     steps = [row["step"] for row in step_rows(tmp_path / "shared" / "rft" / "run")]
     assert steps == list(range(1, 31))
-    told = re.search(r"goes on from (\w+|the start) behind step (\d+): ", said)
-    assert told is not None, said
-    assert told[1] == ("disk" if node else "the start"), said
+    told = re.findall(r"goes on from (\w+|the start) behind step \d+: ", said)
+    if node:  # nothing is said where the disk has the last step that was made
+        assert set(told) <= {"disk"}, said
+    else:
+        assert told == ["the start"], said
