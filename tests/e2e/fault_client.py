@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from rft.ground import columns
 from rft.ground.experience import Completion, GenerateRequest, Sampling
 from rft.ground.protocols import ActorHandle
 from rft.rollout.pool import EnginePool
@@ -93,13 +94,14 @@ class Client:
             self._asking.add(request.request_id)
             made = await self.pool.generate(request)
             self._asking.remove(request.request_id)
-            self._file.write(msgspec.json.encode(Answered(request.prompt, made)) + b"\n")
+            line = msgspec.json.encode(Answered(request.prompt, made), enc_hook=columns.listed)
+            self._file.write(line + b"\n")
 
 
 def answers(file: Path) -> list[Answered]:
     """All that a client has got, also one that died; a line
     that it could not end does not count.
     """
-    return [
-        msgspec.json.decode(line, type=Answered) for line in file.read_bytes().split(b"\n")[:-1]
-    ]
+    lines = file.read_bytes().split(b"\n")[:-1]
+    reader = msgspec.json.Decoder(Answered, dec_hook=columns.unpacked)
+    return [reader.decode(line) for line in lines]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from fault_ranks import RankDied
 from fault_world import ANSWER_S, World
 from mortal import CALLS, EVENTS, JOINING, NEVER, Doom
@@ -140,11 +141,9 @@ def lose_engine(world: World, point: str, dice: random.Random) -> str:
     # as the supervisor does at once
     world.get(world.synchronizer.leave.remote("engine_1", "killed by this test"))
     assert world.get(asked)["engines"] >= 1  # 2: it had just confirmed
-    late = [
-        why
-        for _, why in world.get(world.synchronizer.failures.remote(-1))
-        if "was not installed everywhere" in why
-    ]
+    lost = world.synchronizer.failures.remote(0)  # waits for the first, of which there may be none
+    told = ray.get(lost)[1] if ray.wait([lost], timeout=1.0)[0] else []
+    late = [why for _, why in told if "was not installed everywhere" in why]
     assert late == [], "the round waited for one that was gone"
     world.new_engine("engine_1")
     return f"{part}, {how}: {doom}"
