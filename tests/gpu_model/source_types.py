@@ -276,12 +276,8 @@ class Sources:
             self._running.discard(key)
 
     def fields(self, cls: Class) -> dict[str, bool] | None:
-        """Of a record that has no constructor of its own: name -> whether it must be given. A class
-        of nothing but annotations, as stubs have those that are compiled, is none.
-        """
+        """Of a record that has no constructor of its own: name -> whether it must be given."""
         line, whole = self.line(cls)
-        if not (cls.node.bases or cls.node.decorator_list):
-            return None
         if not whole or any("__init__" in body(c.node) or "__new__" in body(c.node) for c in line):
             return None
         optional = any(
