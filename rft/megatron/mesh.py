@@ -44,7 +44,6 @@ from rft.ground.names import Place
 P = ParamSpec("P")
 R = TypeVar("R")
 SHARED = "shared_gloo"  # as torch.distributed knows it
-PATIENCE = timedelta(days=1)  # with a rank 0 that lives
 _alone: list[Any] = []  # options of the first group of one rank: its device, for all others
 
 
@@ -168,17 +167,13 @@ class Mesh:
 
     @_named
     def broadcast(self, item: Any) -> Any:
-        """Rank 0's `item` on every rank, as msgpack gives it back. Only here ranks wait longer than
-        the deadline: rank 0 may come from a batch or an evaluation, for which it has its own.
-        """
+        """Rank 0's `item` on every rank, as msgpack gives it back."""
         data = msgspec.msgpack.encode(item) if self.rank == 0 else b""
         if self.world > 1:
-            options = dist.BroadcastOptions()
-            options.rootRank, options.timeout = 0, PATIENCE
             size = torch.tensor([len(data)])
-            self._control.broadcast([size], options).wait()
+            dist.broadcast(size, 0, group=self._control)
             buffer = _buffer(data, int(size))
-            self._control.broadcast([buffer], options).wait()
+            dist.broadcast(buffer, 0, group=self._control)
             data = buffer.numpy().tobytes()
         return msgspec.msgpack.decode(data)
 

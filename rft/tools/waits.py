@@ -199,7 +199,6 @@ megatron/cpu_port.py
 gather_within | ranks with the same weights | `collective_timeout` | the rank fails
 reduce_within | ranks with the same weights | `collective_timeout` | the rank fails
 megatron/mesh.py
-Mesh.broadcast | rank 0, which waits for others | `PATIENCE`: rank 0 has its own | the rank fails
 Mesh.gather | all ranks | `collective_timeout` | the rank fails, its peers named
 Mesh._receive_part | rank 0 | `collective_timeout` | the rank fails
 Mesh.scatter_parts | ranks that hand on | `collective_timeout` | the rank fails

@@ -6,7 +6,7 @@ import importlib.util
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -320,18 +320,6 @@ def late() -> str:
         finally:
             store.set("over", "")
         return "passed"
-
-
-def waited_for() -> str:
-    """What rank 0 tells two deadlines later."""
-    with mesh_of(MegatronConfig()) as mesh:
-        deadline = datetime.timedelta(seconds=1)
-        torch.distributed.distributed_c10d._set_pg_timeout(deadline, mesh._control)
-        if mesh.rank == 0:
-            store = torch.distributed.distributed_c10d._get_default_store()
-            with suppress(RuntimeError):
-                store.wait(["nobody sets it"], 2 * deadline)
-        return str(mesh.broadcast("the batch" if mesh.rank == 0 else None))
 
 
 def _open_sockets() -> int:

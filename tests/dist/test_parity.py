@@ -395,11 +395,6 @@ def test_groups_of_one_rank_share_a_thread_for_their_sockets(ranks: Ranks) -> No
     assert alone <= 2 and max(pair) < 12, (alone, pair)
 
 
-def test_ranks_wait_for_what_rank_0_waits_for(ranks: Ranks) -> None:
-    """A batch or an evaluation may take longer than any collective."""
-    assert ranks.run("jobs:waited_for", 3) == ["the batch"] * 3
-
-
 def test_a_barrier_names_itself_and_who_is_late(ranks: Ranks) -> None:
     first, _, last = ranks.run("jobs:late", 3)
     assert first.startswith("barrier 'room' at rank 0") and "Ranks 1 failed" in first
