@@ -393,7 +393,11 @@ class TrainerConfig(Section):
         "how often within an hour ranks that died, or their launcher, are started again; 0: the "
         "run ends with the first. Under torchrun its own --max-restarts counts",
     ] = 3
-    collective_timeout: Annotated[Seconds, "seconds"] = 1800.0
+    collective_timeout: Annotated[
+        Seconds,
+        "seconds that a rank waits for the others: longer than max_read_timeout, for they wait "
+        "for a batch that rank 0 reads",
+    ] = 2400.0
 
 
 @dataclass

@@ -216,7 +216,7 @@ def test_the_faults_hit_something(world: World) -> None:
     assert world.seen["over a change"] > faults // 2
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS, scope="session")  # a Ray for each
 def test_the_others_of_three_have_the_version_after_one_more_try(
     ray_session: None, tmp_path: Path, way: str
 ) -> None:

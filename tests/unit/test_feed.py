@@ -9,6 +9,7 @@ from rft.algorithm import credit
 from rft.buffer.calls import AGAIN_S, BufferBroken
 from rft.buffer.delivery import Delivery
 from rft.config import AlgorithmConfig, Config, ConfigError, MegatronConfig, TrainerConfig
+from rft.config.buffer import ExperienceBufferConfig
 from rft.data.packing import Cost, Packed, PackingPolicy, Stacked, cut_of
 from rft.data.updates import ONE_UPDATE, UpdateRule
 from rft.ground.experience import Batch, Experience, encode
@@ -280,3 +281,9 @@ def test_what_is_left_out_of_a_step_is_no_work_of_it() -> None:
     assert step is not None
     work = [step.metrics[f"packing/{name}"] for name in ("tokens", "forward_flops")]
     assert work == [LENGTHS[2], LENGTHS[2] ** 2]
+
+
+def test_ranks_wait_longer_for_a_batch_than_rank_0_does() -> None:
+    """A rank whose patience ends first ends the run before the buffer says what is missing."""
+    taken = ExperienceBufferConfig().max_read_timeout + control.READ_MARGIN_S
+    assert TrainerConfig().collective_timeout > taken
