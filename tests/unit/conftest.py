@@ -2,11 +2,13 @@
 
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rft.monitor import left_out
 from rft.tools.toy import write_arithmetic, write_model
 
 MEMORY = Path("/dev/shm")
@@ -23,6 +25,14 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="rft-test-", dir=MEMORY) as directory:
         yield Path(directory)
+
+
+@pytest.fixture(autouse=True)
+def lost(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What is left out in this test alone: a process counts it from its begin on."""
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(left_out, "_left_out", found)
+    return found
 
 
 @pytest.fixture(scope="session")

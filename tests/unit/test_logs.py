@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rft.config import LogConfig
-from rft.monitor import left_out, logs
+from rft.monitor import logs
 from rft.tools import timeline
 from rft.trainer.reporting import SkippedSteps
 
@@ -76,11 +76,7 @@ def test_a_log_that_is_too_long_turns_over_and_its_writers_go_on(tmp_path: Path)
     )
 
 
-def test_a_full_disk_costs_lines_of_a_log_and_nobody_who_prints(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lost: Counter[str] = Counter()
-    monkeypatch.setattr(left_out, "_left_out", lost)
+def test_a_full_disk_costs_lines_of_a_log_and_nobody_who_prints(lost: Counter[str]) -> None:
     with pytest.raises(OSError, match="No space"), open("/dev/full", "w", buffering=1) as full:
         print("a step", file=logs.Redacted(full), flush=True)
         logging.StreamHandler(logs.Redacted(full)).emit(logging.makeLogRecord({"msg": "a step"}))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rft.config import ConfigError, MonitorConfig
-from rft.monitor import left_out, run_record, sinks
+from rft.monitor import run_record, sinks
 from rft.monitor.console import Console, cells, duration, evaluations
 from rft.monitor.metrics import Timer
 
@@ -270,14 +270,6 @@ def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     files.log({"loss": 1.0}, 1)
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
     files.close()
-
-
-@pytest.fixture
-def lost(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What is left out in this test alone."""
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(left_out, "_left_out", found)
-    return found
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import logging
 import re
 import struct
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -240,7 +239,6 @@ def test_a_server_that_does_not_keep_up_costs_calls_and_no_memory(
 
     monkeypatch.setattr(mlflow.Server, "call", call)
     monkeypatch.setattr(mlflow, "WAITING", 2)
-    monkeypatch.setattr(left_out, "_left_out", Counter())
     sink = mlflow.MLflow(tmp_path, "p", "n", 0, f"http://127.0.0.1:{grumpy.server_port}")
     sink.log({"loss": 1.0}, 1)
     assert arrived.wait(20)
@@ -255,9 +253,8 @@ def test_a_server_that_does_not_keep_up_costs_calls_and_no_memory(
 
 
 def test_an_answer_that_is_cut_off_costs_its_call_and_every_miss_is_counted(
-    grumpy: HTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grumpy: HTTPServer, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(left_out, "_left_out", Counter())
     grumpy.cut += [200, 502]  # type: ignore[attr-defined]
     sink = mlflow.MLflow(tmp_path, "p", "n", 0, f"http://127.0.0.1:{grumpy.server_port}")
     for step in (1, 2, 3):

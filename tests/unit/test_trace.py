@@ -97,10 +97,8 @@ def test_a_process_that_is_killed_leaves_what_it_did_and_was_doing(recording: Pa
 
 
 def test_a_full_disk_costs_events_and_nobody_who_records_hears_of_it(
-    recording: Path, monkeypatch: pytest.MonkeyPatch
+    recording: Path, lost: Counter[str]
 ) -> None:
-    lost: Counter[str] = Counter()
-    monkeypatch.setattr(left_out, "_left_out", lost)
     trace.start("rank_0")
     trace.instant("before")
     recorder = trace._recorder
@@ -118,10 +116,7 @@ def test_a_full_disk_costs_events_and_nobody_who_records_hears_of_it(
     assert lost == {"events of the timeline": 3}
 
 
-def test_a_process_whose_timeline_cannot_begin_works_without_one(
-    recording: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(left_out, "_left_out", Counter())
+def test_a_process_whose_timeline_cannot_begin_works_without_one(recording: Path) -> None:
     (recording / "logs" / "attempt_1" / "trace").write_text("no directory")
     trace.start("rank_0")
     trace.instant("unheard")
