@@ -116,7 +116,7 @@ def assemble(
             config.synchronizer, ask=feed.wants_weights if rollouts else lambda interval: False
         ),
         checkpoints=checkpoints,
-        evaluations=build_evaluations(config, explorer, synchronizer, reporter, checkpoints),
+        evaluations=build_evaluations(config, mesh, explorer, synchronizer, reporter, checkpoints),
         skips=skips,
         profiler=Profiler(config.trainer, mesh.rank, backend.device, backend.job / "profile"),
         log_step=reporter.step if reporter else unheard,
@@ -190,6 +190,7 @@ def speculation_check(
 
 def build_evaluations(
     config: Config,
+    mesh: TrainerMesh,
     explorer: "ExplorerHandle | None",
     synchronizer: SynchronizerHandle | None,
     reporter: StepReporter | None,
@@ -206,6 +207,8 @@ def build_evaluations(
         alone=config.deterministic or config.cluster.colocate,
         served=partial(synchronizer.ask, Synchronizer.wait_for) if synchronizer else unheard,
         reported=reporter.evaluated if reporter else (),
+        agreed=mesh.broadcast,
+        beat_s=config.trainer.collective_timeout / 4,
     )
 
 

@@ -472,9 +472,9 @@ links | the driver's tool | `MEET_S` | said
 trainer/control.py
 BufferCall.answer | the buffer, which may come back | `RETURN_S`; a batch: `max_read_timeout` and \
 `READ_MARGIN_S` | rank 0 fails
-Evaluations._collect | an evaluation that has ended | 0: only if it is there | asked next step
-Evaluations._results | an evaluation | none: `max_timeout` a task, and an explorer that answers in \
-`RETURN_S` | rank 0 fails
+Evaluations._ask | an explorer that is alive | `RETURN_S` | rank 0 fails
+Evaluations._collect | an evaluation | 0: only if it is there; else `beat_s`, again and again, \
+`max_timeout` a task | the explorer is asked
 Evaluations.at_startup | the explorer begins, or comes back | `RETURN_S` | rank 0 fails
 PoolNumbers.metrics | the explorer's numbers | 0: only if they are there | the last ones count
 QueueSource.look | the next step's groups, in a thread | `max_read_timeout` and `READ_MARGIN_S` | \

@@ -283,7 +283,8 @@ class Evaluations:
     evaluation begins when the engines serve it: `served(version)` makes a Ray reference that is
     ready then. `alone`: training waits for evaluations, so that no answer mixes two versions
     (deterministic runs). `reported`: versions that an earlier attempt evaluated; one that was due
-    and is not among them was lost with it, and is done at the start.
+    and is not among them was lost with it, and is done at the start. `agreed`: what rank 0 says, on
+    every rank, asked every `beat_s` where training waits: much less than ranks wait for each other.
     """
 
     def __init__(
@@ -294,6 +295,8 @@ class Evaluations:
         alone: bool,
         served: Callable[[int], Any] = lambda version: version,
         reported: Collection[int] = (),
+        agreed: Callable[[bool], bool] = lambda is_over: is_over,
+        beat_s: float = 600.0,
     ):
         self.explorer = explorer
         self.config = config
@@ -301,6 +304,8 @@ class Evaluations:
         self.alone = alone
         self.served = served
         self.reported = reported
+        self.agreed = agreed
+        self.beat_s = beat_s
         self.pending: list[Any] = []
         self.newest: int | None = None
         self.stopped = False
@@ -320,64 +325,64 @@ class Evaluations:
 
         After a resume only what was lost.
         """
-        if self.explorer is None:
-            return
-        import ray
-
-        from rft.rollout.explorer import Explorer
-
         due = self.is_due(version) if version else self.config.eval_on_startup
         if due and version not in self.reported and not self.stopped:
             self._start(version)
-            self._collect(wait=True)
-        ray.get(self.explorer.ask(Explorer.explore), timeout=RETURN_S)
+        self._wait()
+        if self.explorer is not None:
+            import ray
+
+            from rft.rollout.explorer import Explorer
+
+            ray.get(self.explorer.ask(Explorer.explore), timeout=RETURN_S)
 
     def if_due(self, version: int) -> None:
-        if self.explorer is not None and self.is_due(version):
+        if self.is_due(version):
             self._start(version)
-        self._collect(wait=self.alone)
+        if self.alone:
+            self._wait()
+        else:
+            self._collect(0.0)
 
     def at_end(self, version: int) -> None:
-        if self.explorer is not None and self.newest != version and version not in self.reported:
+        if self.newest != version and version not in self.reported:
             self._start(version)
-        self._collect(wait=True)
+        self._wait()
 
     def is_due(self, version: int) -> bool:
         """The same on every rank."""
         return self.config.eval_interval > 0 and version % self.config.eval_interval == 0
 
     def _start(self, version: int) -> None:
+        if self.explorer is None:
+            return
         from rft.rollout.explorer import Explorer
 
         # Ray calls `evaluate` when this is ready, and nobody waits for it meanwhile
         served = self.served(version)
-        self.pending.append(self.explorer.ask(Explorer.evaluate, version, served))  # type: ignore[union-attr]
+        self.pending.append(self.explorer.ask(Explorer.evaluate, version, served))
         self.newest = version
 
-    def _results(self, evaluation: Any) -> list[bytes]:
-        """Of one that may still run. Its tasks have limits of their own, and nobody knows how many
-        come after each other: an explorer that answers gets on with them.
+    def _wait(self) -> None:
+        """For those that run, on every rank: an evaluation may take longer than ranks wait for rank
+        0 without a word of it.
         """
-        import ray
+        while not self.agreed(self._collect(self.beat_s)):
+            pass
 
-        from rft.rollout.explorer import Explorer
-
-        while not ray.wait([evaluation], timeout=self.config.max_timeout + RETURN_S)[0]:
-            ray.get(self.explorer.ask(Explorer.opened), timeout=RETURN_S)  # type: ignore[union-attr]
-        found: list[bytes] = ray.get(evaluation, timeout=RETURN_S)
-        return found
-
-    def _collect(self, wait: bool) -> None:
-        """Report finished evaluations, oldest first; `wait` for the ones still running."""
+    def _collect(self, wait_s: float) -> bool:
+        """Report finished evaluations, oldest first, `wait_s` for each; whether none still runs."""
         if not self.pending:
-            return  # without Ray, which ranks that only train never load
+            return True  # without Ray, which ranks that only train never load
         import ray
 
         while self.pending:
-            if not wait and not ray.wait([self.pending[0]], timeout=0)[0]:
-                return
+            if not ray.wait([self.pending[0]], timeout=wait_s)[0]:
+                if wait_s:
+                    self._ask()
+                return False
             try:
-                results = self._results(self.pending[0])
+                results: list[bytes] = ray.get(self.pending[0], timeout=RETURN_S)
             except ray.exceptions.TaskCancelledError:
                 if not self.stopped:
                     raise
@@ -385,3 +390,14 @@ class Evaluations:
             self.pending.pop(0)
             for result in results:
                 self.report(decode(result, EvalResult))
+        return True
+
+    def _ask(self) -> None:
+        """Tasks have limits of their own, and nobody knows how many come after each other: an
+        explorer that answers gets on with them.
+        """
+        import ray
+
+        from rft.rollout.explorer import Explorer
+
+        ray.get(self.explorer.ask(Explorer.opened), timeout=RETURN_S)  # type: ignore[union-attr]

@@ -117,6 +117,33 @@ def test_an_evaluation_may_take_longer_than_a_task(monkeypatch: pytest.MonkeyPat
         made.if_due(10)
 
 
+def test_every_rank_hears_that_an_evaluation_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often at each, for they would give up before one that takes longer than they wait."""
+    looks: list[list[int]] = [[1], [], [], [1], [], [1]]
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference)
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (looks.pop(0), []))
+    said: list[bool] = []
+
+    def tell(is_over: bool) -> bool:
+        said.append(is_over)
+        return is_over
+
+    lead = evaluations(alone=True)
+    lead.agreed = tell
+    other = Evaluations(None, lead.config, print, True, agreed=lambda _: said.pop(0))
+    for ask, heard in (
+        (lambda rank: rank.at_startup(0), [True]),
+        (lambda rank: rank.if_due(4), [True]),
+        (lambda rank: rank.if_due(5), [False, False, True]),
+        (lambda rank: rank.at_end(6), [False, True]),
+    ):
+        ask(lead)
+        assert said == heard
+        ask(other)
+        assert said == []
+    assert lead.found == [0, 5, 6]
+
+
 def test_a_deterministic_run_holds_an_explorer_that_lived_on(finished: Any) -> None:
     beside, alone = evaluations(), evaluations(alone=True)
     for made in (beside, alone):
