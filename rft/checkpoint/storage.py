@@ -204,7 +204,9 @@ class LocalStorage:
             self.disk.unlink(temporary)
             raise
         self.disk.rename(temporary, target)
-        self.disk.sync_directory(target.parent)
+        # a draft's last receipt: whoever has seen it syncs the names and publishes them (`publish`)
+        with contextlib.suppress(FileNotFoundError):
+            self.disk.sync_directory(target.parent)
 
     def discard(self, path: str) -> None:
         """Delete one file, if it is there."""

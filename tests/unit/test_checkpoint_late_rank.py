@@ -111,6 +111,21 @@ def test_rank_0_that_fails_a_commit_hears_of_another_ones(
     assert not any(isinstance(report, SaveFailed) for report in heard)
 
 
+def test_a_commit_between_the_last_receipt_and_the_sync_of_its_name(tmp_path: Path) -> None:
+    """Rank 0 sees it at once: the draft has its last name before who wrote the receipt goes on."""
+    epoch, heard = fence.take_epoch(tmp_path / "control"), list[Report]()
+    lead = part(tmp_path, 0, epoch, heard, HOURS)
+
+    class Quick(Disk):
+        def rename(self, source: Path, target: Path) -> None:
+            super().rename(source, target)
+            if target.name == "r00001.json":
+                lead.look()
+
+    part(tmp_path, 1, epoch, heard, HOURS, LocalStorage(tmp_path, Quick()))
+    assert [report.id for report in heard if isinstance(report, Committed)] == ["e0001n0000"] * 2
+
+
 def test_a_commit_that_fails_for_good_is_reported_with_its_cause(tmp_path: Path) -> None:
     epoch, heard = fence.take_epoch(tmp_path / "control"), list[Report]()
     storage = Flaky(tmp_path, "put", "MANIFEST.json")
