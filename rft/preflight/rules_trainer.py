@@ -14,7 +14,7 @@ from rft.algorithm import ALGORITHMS, recipe
 from rft.algorithm.advantages import ADVANTAGES
 from rft.algorithm.strategies import SAMPLE_STRATEGIES
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
-from rft.config import Config, OptimizerConfig, arguments, get, is_remote, nearest
+from rft.config import TRAINING, Config, OptimizerConfig, arguments, get, is_remote, nearest
 from rft.megatron import schedule
 from rft.preflight.rules import SETS, Rule, among, tasksets
 from rft.trainer.feed import is_supervised
@@ -255,7 +255,7 @@ def _storage(c: Config) -> Iterator[str]:
 def _best_metric(c: Config) -> Iterator[str]:
     checkpoint, key = c.trainer.checkpoint, "trainer.checkpoint.best_metric"
     metric = checkpoint.best_metric
-    if metric is None or c.mode not in ("both", "train"):
+    if metric is None or c.mode not in TRAINING:
         return
     evaluated = [str(one.name) for _, one, is_eval in tasksets(c) if is_eval]
     kind, _, rest = metric.partition("/")
@@ -268,7 +268,7 @@ def _best_metric(c: Config) -> Iterator[str]:
 
 def _versions(c: Config) -> Iterator[str]:
     key = f"trainer.checkpoint.versions={c.trainer.checkpoint.versions}"
-    if c.trainer.checkpoint.versions == "none" or c.mode not in ("both", "train"):
+    if c.trainer.checkpoint.versions == "none" or c.mode not in TRAINING:
         return
     if is_supervised(c.algorithm):
         yield f"{key}: no version is published, nobody samples from one; leave it out"
@@ -348,13 +348,9 @@ CHECKPOINT = (
 )
 
 
-def _trains(c: Config) -> bool:
-    return c.mode in ("both", "train")
-
-
 def _is_trained(c: Config) -> bool:
     """Whether this stage trains, for a known number of steps."""
-    return _trains(c) and c.trainer.total_steps is not None
+    return c.mode in TRAINING and c.trainer.total_steps is not None
 
 
 def _optimizer(
@@ -375,13 +371,13 @@ def _optimizer(
 
 
 def _policy_optimizer(c: Config) -> Iterator[str]:
-    if _trains(c):
+    if c.mode in TRAINING:
         steps, warmup = c.trainer.total_steps, c.trainer.critic_warmup
         yield from _optimizer(c.algorithm.optimizer, steps, warmup, "algorithm.optimizer")
 
 
 def _critic_optimizer(c: Config) -> Iterator[str]:
-    if _trains(c) and recipe.needs_critic(c.algorithm):
+    if c.mode in TRAINING and recipe.needs_critic(c.algorithm):
         yield from _optimizer(c.critic.optim, c.trainer.total_steps, 0, "critic.optim")
 
 
@@ -466,9 +462,7 @@ def _tinker(c: Config) -> Iterator[str]:
 
 def _tinker_mode(c: Config) -> Iterator[str]:
     storage = c.buffer.trainer_input.experience_buffer.storage_type
-    if is_remote(c) and (
-        c.mode not in ("both", "train") or (c.mode == "train" and storage != "file")
-    ):
+    if is_remote(c) and (c.mode not in TRAINING or (c.mode == "train" and storage != "file")):
         what = f"mode={c.mode}" + (
             f" and a buffer of storage_type={storage}" if c.mode == "train" else ""
         )
