@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+from rft.config.derived import TRAINING
 from rft.config.explorer import EngineConfig
 from rft.config.schema import Config
 from rft.ground.device import default_dtype, quickest_dtype
@@ -64,7 +65,7 @@ def start_lines(config: Config) -> list[str]:
     """For the start of a run: on GPUs what was decided for the parts that it has, and what it
     costs; on a CPU what was asked of it that it does not have.
     """
-    parts = {"trainer": config.mode in ("both", "train"), "explorer": config.mode != "train"}
+    parts = {"trainer": config.mode in TRAINING, "explorer": config.mode != "train"}
     found = [one for one in explained(config) if parts[one.key.split(".")[0]]]
     if config.device != "cuda":
         return list(_emulated(found))

@@ -19,6 +19,7 @@ from rft.algorithm import recipe
 from rft.buffer.experience_file import is_file
 from rft.checkpoint.stager import slot_size
 from rft.config import (
+    TRAINING,
     AuxiliaryModelConfig,
     Config,
     ConfigError,
@@ -465,7 +466,7 @@ def _token(c: Config) -> Iterator[str]:
 def _objects(c: Config) -> None:
     """Tried out as the first save would: rights, bucket, what the store promises of a put."""
     storage = c.trainer.checkpoint.storage
-    if not storage or c.mode not in ("both", "train"):
+    if not storage or c.mode not in TRAINING:
         return
     from rft.checkpoint.objects import try_out  # with the driver
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.algorithm import recipe
-from rft.config import Config, RolloutModelConfig
+from rft.config import TRAINING, Config, RolloutModelConfig
 from rft.config.layout import BASES, HELD, lora_of, stored_bytes
 from rft.ground.adapters import Lora, adapter_names
 from rft.ground.device import tile_columns
@@ -303,7 +303,7 @@ def held(numbers: Numbers, config: Config, once: bool = False) -> int:
 def on_host(config: Config, wanted: MemoryPlan, on_cpu: bool) -> dict[str, int]:
     """What of it lies in the memory of the host, if all parts are on one."""
     rollout = config.explorer.rollout_model
-    ranks = int(config.trainer.num_ranks or 1) if config.mode in ("both", "train") else 0
+    ranks = int(config.trainer.num_ranks or 1) if config.mode in TRAINING else 0
     engines = engine_cards(config) if config.mode != "train" else 0
     receivers = int(rollout.engine_num or 1) if config.mode in ("both", "explore") else 0
     stored = stored_bytes(config)

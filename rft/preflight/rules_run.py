@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import get_args
 
-from rft.config import Config, arguments, engine_arguments, get, is_bitwise, nearest
+from rft.config import TRAINING, Config, arguments, engine_arguments, get, is_bitwise, nearest
 from rft.monitor.sinks import SERVICES, Mode
 from rft.preflight.rules import Rule, among, tasksets
 from rft.preflight.rules_data import BUFFER, REPLAY, has_buffer
@@ -336,7 +336,7 @@ def _arguments(c: Config) -> Iterator[str]:
 def _speculation(c: Config) -> Iterator[str]:
     """A trainer of the same run compares; another one's learns from what nobody has looked at."""
     name = engine_arguments.speculation(get(c, ARGUMENTS))
-    if name and c.mode not in ("both", "train"):
+    if name and c.mode not in TRAINING:
         yield (
             f"{ARGUMENTS}.{name} with mode={c.mode}: there is no trainer here to compare the "
             "engines' log-probabilities with; use mode=both, or leave it out"

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from omegaconf import DictConfig
 
 from rft import config as configs
-from rft.config import Config, ConfigError
+from rft.config import TRAINING, Config, ConfigError
 from rft.ground import durable, redact, scratch
 from rft.ground.device import hosted_store
 from rft.ground.errors import refuse
@@ -291,7 +291,7 @@ def _attempt(log_dir: Path, config: Config) -> dict[str, str]:
 def _check(stages: list[Config]) -> None:
     world = int(os.environ["WORLD_SIZE"])
     for config in stages:
-        if config.mode not in ("both", "train"):
+        if config.mode not in TRAINING:
             raise ConfigError(
                 f"mode={config.mode} has no trainer ranks: start it with plain `python -m "
                 "rft.train`"

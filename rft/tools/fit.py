@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rft import config as configs
-from rft.config import Config, is_remote
+from rft.config import TRAINING, Config, is_remote
 from rft.config.layout import batch_bytes, stored_bytes
 from rft.ground.host_memory import available
 from rft.preflight.inputs_models import SHARED_MEMORY
@@ -59,7 +59,7 @@ def of_config(config: Config, met: dict[str, Any] | str) -> Iterator[Finding]:
     if gpus and config.device != "cpu" and on_cpu:
         said = f"cluster.gpu_per_node={gpus}, and this machine shows none"
         yield Finding(WARN, "GPUs", said, "look again on a node that has them, or set device=cpu")
-    if config.mode in ("both", "train"):
+    if config.mode in TRAINING:
         yield rank_memory(wanted, 0 if isinstance(met, str) or on_cpu else int(met["memory"]))
     yield host_memory(config, wanted, on_cpu)
     yield from weight_transfer(config)
@@ -84,7 +84,7 @@ def _layout(config: Config, wanted: MemoryPlan) -> Finding:
 
 def cores(config: Config) -> Finding:
     there, cluster = len(os.sched_getaffinity(0)), config.cluster
-    ranks = int(config.trainer.num_ranks or 0) if config.mode in ("both", "train") else 0
+    ranks = int(config.trainer.num_ranks or 0) if config.mode in TRAINING else 0
     engines = engine_cards(config) if config.mode != "train" else 0
     wanted = ranks * cluster.threads_per_rank + engines * cluster.threads_per_engine
     fix = "it runs, slower: lower cluster.threads_per_rank, trainer.num_ranks or engine_num"
@@ -131,7 +131,7 @@ def host_memory(config: Config, wanted: MemoryPlan, on_cpu: bool) -> Finding:
 
 
 def disk(config: Config, wanted: MemoryPlan) -> Finding:
-    if config.mode not in ("both", "train"):
+    if config.mode not in TRAINING:
         return Finding(OK, "disk", f"{configs.job_dir(config)} can be written")
     trainer, steps = config.trainer, int(config.trainer.total_steps or 0)
     saves = 1 + (steps // trainer.save_interval if trainer.save_interval else 0)

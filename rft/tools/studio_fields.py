@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from rft.config import TRAINING
 from rft.config.keys import Setting, tables
 from rft.ground import plugins
 
@@ -81,8 +82,8 @@ VISIBLE = (  # (keys that begin so, are of use where this key, is one of these)
     ("buffer.explorer_input.", "mode", ("both", "explore", "bench")),
     ("explorer.", "mode", ("both", "explore", "bench")),
     ("synchronizer.", "mode", ("both", "explore")),
-    ("trainer.", "mode", ("both", "train")),
-    ("algorithm.optimizer.", "mode", ("both", "train")),
+    ("trainer.", "mode", TRAINING),
+    ("algorithm.optimizer.", "mode", TRAINING),
     ("buffer.trainer_input.experience_buffer.path", "mode", ("train",)),
     (f"{TASKSET}.format.prompt_key", f"{TASKSET}.format.prompt_type", ("plaintext",)),
     (f"{TASKSET}.format.response_key", f"{TASKSET}.format.prompt_type", ("plaintext",)),
