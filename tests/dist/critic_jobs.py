@@ -109,9 +109,7 @@ def rewarded(count: int | None, seed: int = 0) -> list[Row]:
     return rows
 
 
-def values(
-    path: str, rows: int | None = 12, share: bool = False, **layout: Any
-) -> dict[str, Any]:
+def values(path: str, rows: int | None = 12, share: bool = False, **layout: Any) -> dict[str, Any]:
     """Of a new critic, and of one with a head: per row index, one
     value before each token but the first.
     """

@@ -211,7 +211,7 @@ def assert_same_updates(results: list[dict[str, Any]], several_alone: dict[str, 
     assert {k for k, v in wanted.items() if metrics[k] != pytest.approx(v, rel=1e-3, abs=1e-5)} == (
         set()
     )
-    # Adam's steps are as long where a gradient is only rounding: 1.8e-4 apart on cores without AVX-512
+    # Adam's steps are as long where a gradient is only rounding: 1.8e-4 apart without AVX-512
     for name in ("policy", "critic"):
         assert_close(joined(results, name), joined([several_alone], name), apart=5e-4)
 

@@ -4,6 +4,7 @@ and byte for byte through a trainer in bf16.
 `make test` scores each family's toy once; the rest is `make verify`'s.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 import transformers
 from rows import make_rows
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_parity import (
     assert_gradient_of_transformers,
     assert_gradients_match,
@@ -27,6 +28,7 @@ from rft.tools.toy import write_model
 
 from ranks import Ranks
 
+SHARDS = [f"model-{n:05}-of-00002.safetensors" for n in (1, 2)]
 SMALL = {"hidden": 48, "layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 8, "ffn": 64}
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sp": (2, {"tp": 2, "sp": True}),
@@ -191,5 +193,10 @@ def in_bf16(source: Path, target: Path) -> Path:
         prefix = f"model.layers.{SMALL['layers']}."
         ahead = {f"{prefix}eh_proj.weight": torch.randn(48, 96, dtype=torch.bfloat16)}
         ahead[f"{prefix}mlp.gate.e_score_correction_bias"] = torch.randn(8)
-        save_file(ahead, target / "ahead.safetensors", metadata={"format": "pt"})
+        whole, (first, last) = target / "model.safetensors", (target / one for one in SHARDS)
+        names = dict.fromkeys(load_file(whole), first.name) | dict.fromkeys(ahead, last.name)
+        whole.rename(first)
+        save_file(ahead, last, metadata={"format": "pt"})
+        index = {"metadata": {}, "weight_map": names}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index))
     return target

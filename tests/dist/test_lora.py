@@ -219,7 +219,8 @@ def pushed(ranks: Ranks, mixture: Mixture) -> Callable[[str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "toy", [toy if toy == "moe" else pytest.param(toy, marks=pytest.mark.verify) for toy in MIXTURES]
+    "toy",
+    [toy if toy == "moe" else pytest.param(toy, marks=pytest.mark.verify) for toy in MIXTURES],
 )
 def test_every_expert_has_an_adapter_of_its_own(
     mixture: Mixture, pushed: Callable[[str], dict[str, Any]], toy: str

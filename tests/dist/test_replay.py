@@ -36,10 +36,7 @@ def run(ranks: Ranks, path: Path, layout: str | None = None, **more: Any) -> lis
 
 @pytest.fixture(scope="module")
 def alone(ranks: Ranks, checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    return {
-        cut: run(ranks, checkpoints["moe"], cut=cut or None)[0]
-        for cut in ("", "unrolled")
-    }
+    return {cut: run(ranks, checkpoints["moe"], cut=cut or None)[0] for cut in ("", "unrolled")}
 
 
 def test_it_is_what_transformers_gives_whose_router_is_told_the_same(
