@@ -371,13 +371,15 @@ class Evaluations:
             pass
 
     def _collect(self, wait_s: float) -> bool:
-        """Report finished evaluations, oldest first, `wait_s` for each; whether none still runs."""
+        """Report finished evaluations, oldest first, `wait_s` for all; whether none still runs."""
         if not self.pending:
             return True  # without Ray, which ranks that only train never load
         import ray
 
+        until = time.monotonic() + wait_s
         while self.pending:
-            if not ray.wait([self.pending[0]], timeout=wait_s)[0]:
+            left = max(0.0, until - time.monotonic())
+            if not ray.wait([self.pending[0]], timeout=left)[0]:
                 if wait_s:
                     self._ask()
                 return False

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -142,6 +143,32 @@ def test_every_rank_hears_that_an_evaluation_still_runs(monkeypatch: pytest.Monk
         ask(other)
         assert said == []
     assert lead.found == [0, 5, 6]
+
+
+def test_ranks_hear_of_several_evaluations_as_often_as_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is over sooner than ranks are told, and all together are not."""
+    now, begun, told = [0.0], dict[int, float](), list[float]()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def wait(refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        over = begun.setdefault(id(refs[0]), now[0]) + 500.0
+        now[0] = min(over, now[0] + timeout)
+        return (refs, []) if now[0] == over else ([], refs)
+
+    def tell(is_over: bool) -> bool:
+        told.append(now[0])
+        return is_over
+
+    made = evaluations()
+    made.agreed = tell
+    for version in (5, 10, 15):
+        made._start(version)
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference)
+    monkeypatch.setattr(ray, "wait", wait)
+    made.at_end(15)
+    assert made.found == [5, 10, 15] and told == [600.0, 1200.0, 1500.0]
 
 
 def test_a_deterministic_run_holds_an_explorer_that_lived_on(finished: Any) -> None:
