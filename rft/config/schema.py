@@ -395,9 +395,8 @@ class TrainerConfig(Section):
     ] = 3
     collective_timeout: Annotated[
         Seconds,
-        "seconds that a rank waits for the others: longer than max_read_timeout, for they wait "
-        "for a batch that rank 0 reads",
-    ] = 2400.0
+        "seconds that a rank waits for the others; a batch or an evaluation may take longer",
+    ] = 1800.0
 
 
 @dataclass

@@ -38,7 +38,7 @@ from rft.run.stages import export_dir
 from rft.sync.style import Cadence
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 from rft.trainer import control
-from rft.trainer.feed import BatchSource, Feed, is_supervised
+from rft.trainer.feed import WAITS, BatchSource, Feed, is_supervised
 from rft.trainer.gates import VITALS, Gates
 from rft.trainer.models import Models
 from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter
@@ -208,7 +208,7 @@ def build_evaluations(
         served=partial(synchronizer.ask, Synchronizer.wait_for) if synchronizer else unheard,
         reported=reporter.evaluated if reporter else (),
         agreed=mesh.broadcast,
-        beat_s=config.trainer.collective_timeout / 4,
+        beat_s=beat_s(config),
     )
 
 
@@ -330,11 +330,16 @@ def compare(gates: Gates, mesh: TrainerMesh, models: Models, loop: dict[str, Any
 # --- where batches come from ---------------------------------------------------------------------
 
 
+def beat_s(config: Config) -> float:
+    """How often ranks hear of rank 0 that it waits for another part: they give up later."""
+    return config.trainer.collective_timeout / 4
+
+
 def build_feed(config: Config, mesh: TrainerMesh, models: Models, tokenizer: Any) -> Feed:
     """`tokenizer`: rank 0's."""
     lead, vocab = mesh.rank == 0, int(models.policy.hf_config["vocab_size"])
     return Feed(
-        source(config, tokenizer, vocab) if lead else None,
+        source(config, mesh, tokenizer, vocab) if lead else None,
         mesh,
         config.algorithm,
         int(config.trainer.max_token_len_per_gpu or 0) * mesh.cp,
@@ -364,7 +369,7 @@ def rule_of(config: Config) -> UpdateRule:
     return UpdateRule(trainer.ppo_epochs, size, trainer.ppo_shuffle, config.seed, together)
 
 
-def source(config: Config, tokenizer: Any, vocab: int) -> BatchSource:
+def source(config: Config, mesh: TrainerMesh, tokenizer: Any, vocab: int) -> BatchSource:
     """Rank 0's batches: supervised rows or experiences from a file, or what is in a buffer."""
     experience_buffer = config.buffer.trainer_input.experience_buffer
     if experience_buffer.storage_type == "file" and not is_supervised(config.algorithm):
@@ -388,6 +393,8 @@ def source(config: Config, tokenizer: Any, vocab: int) -> BatchSource:
         control.actor(experience_buffer.name),
         experience_buffer.max_read_timeout,
         oldest,
+        partial(mesh.broadcast, WAITS),
+        beat_s(config),
     )
 
 

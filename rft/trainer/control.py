@@ -9,6 +9,7 @@ that can be long. An actor that dies is started again, and asked again what it w
 """
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -103,11 +104,14 @@ class QueueSource:
         buffer: ActorHandle[ExperienceBuffer],
         max_read_timeout: float,
         max_age: int | None = None,
+        beat: Callable[[], Any] = lambda: None,
+        beat_s: float = math.inf,
     ):
         """`max_age`: in versions, of the oldest token of a group that is taken; the buffer drops
-        what is older, and counts it.
+        what is older, and counts it. `beat`: called every `beat_s` while a batch is waited for.
         """
         self.buffer = buffer
+        self.beat, self.beat_s = beat, beat_s
         self.take_timeout = max_read_timeout + READ_MARGIN_S
         self.max_age = max_age
         self._seen: dict[delivery.PartKey, list[Experience]] = {}  # of the next step
@@ -126,8 +130,9 @@ class QueueSource:
         oldest = None if self.max_age is None else max(step - self.max_age, 0)
         seen, self._seen = self._seen, {}
         known = [list(seen)] if seen else []
-        asked = (ExperienceBuffer.take, step, "trainer", oldest, *known)
-        return delivery.opened(self._call(*asked, timeout=self.take_timeout), seen)
+        self._hear()
+        asked = BufferCall(self.buffer, ExperienceBuffer.take, (step, "trainer", oldest, *known))
+        return delivery.opened(asked.answer(self.take_timeout, self.beat, self.beat_s), seen)
 
     def begin_look(self, step: int) -> None:
         self._looking = self.buffer.ask(ExperienceBuffer.look, step)
@@ -181,9 +186,9 @@ class QueueSource:
             found = asked.answer(RETURN_S)
             self._oldest = found if asked.method is ExperienceBuffer.retain else self._oldest
 
-    def _call(self, method: Callable[..., Any], *arguments: Any, timeout: float = RETURN_S) -> Any:
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         self._hear()
-        return BufferCall(self.buffer, method, arguments).answer(timeout)
+        return BufferCall(self.buffer, method, arguments).answer(RETURN_S)
 
 
 class BufferCall:
@@ -198,13 +203,24 @@ class BufferCall:
         self.buffer, self.method, self.arguments = buffer, method, arguments
         self._reference = buffer.ask(method, *arguments)
 
-    def answer(self, timeout: float) -> Any:
+    def answer(
+        self,
+        timeout: float,
+        beat: Callable[[], Any] = lambda: None,
+        beat_s: float = math.inf,
+    ) -> Any:
+        """`beat`: called every `beat_s` until it is there."""
         import ray
 
         deadline = time.monotonic() + timeout
         while True:
+            left = max(0.0, deadline - time.monotonic())
             try:
-                return ray.get(self._reference, timeout=max(0.0, deadline - time.monotonic()))
+                return ray.get(self._reference, timeout=min(left, beat_s))
+            except ray.exceptions.GetTimeoutError:
+                if left <= beat_s:
+                    raise
+                beat()
             except BufferBroken:
                 if time.monotonic() + AGAIN_S > deadline:
                     raise

@@ -35,6 +35,8 @@ from rft.ground.host_memory import give_back
 from rft.ground.protocols import TrainerMesh
 from rft.trainer.looking import ReadAhead, ShowsNext
 
+WAITS = "rank 0 waits for its batch"  # what others hear of it, so that they wait on
+
 
 class BatchSource(Protocol):
     """Where rank 0 gets batches.
@@ -124,6 +126,8 @@ class Feed:
         del seen  # which holds the microbatches, too: they are freed below
         self.current = batch if experiences else None
         told = self.ranks.broadcast(told)
+        while told == WAITS:
+            told = self.ranks.broadcast(None)
         if told is None:
             return None
         (metrics, groups, others), cut = told

@@ -31,7 +31,6 @@ USUAL |= {"format.prompt_type": "messages"}  # of whoever names neither of the t
 DECIDED = {
     "trainer.max_restarts": (0, 3),  # what dies comes back by itself
     "trainer.total_steps": (0, None),  # without a taskset: as many as there is data for
-    "trainer.collective_timeout": (1800.0, 2400.0),  # a batch may take 1800 of rank 0
     # beside a trainer of the run, in a Ray that both may have
     "0.ray_namespace": ("rft/serve", "rft/serve/explorers/explorer"),
 }

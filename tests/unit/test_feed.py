@@ -1,15 +1,16 @@
 """The keys that cut a step into microbatches reach the packing."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+import ray
 
 from rft.algorithm import credit
 from rft.buffer.calls import AGAIN_S, BufferBroken
-from rft.buffer.delivery import Delivery
+from rft.buffer.delivery import Delivery, StoredGroup
 from rft.config import AlgorithmConfig, Config, ConfigError, MegatronConfig, TrainerConfig
-from rft.config.buffer import ExperienceBufferConfig
 from rft.data.packing import Cost, Packed, PackingPolicy, Stacked, cut_of
 from rft.data.updates import ONE_UPDATE, UpdateRule
 from rft.ground.experience import Batch, Experience, encode
@@ -17,7 +18,7 @@ from rft.ground.protocols import ActorHandle
 from rft.run.assembly import rule_of
 from rft.trainer import control
 from rft.trainer.control import QueueSource
-from rft.trainer.feed import Feed
+from rft.trainer.feed import WAITS, Feed
 
 LENGTHS = [9, 3, 7, 5]
 
@@ -88,21 +89,6 @@ def test_a_batch_is_cut_into_the_updates_that_the_config_asks_for() -> None:
     assert rule_of(config) == replace(ONE_UPDATE, seed=3)
     config.trainer = TrainerConfig(ppo_epochs=4, ppo_mini_batch_size=2, ppo_shuffle=True)
     assert rule_of(config) == UpdateRule(4, 2, True, 3)
-
-
-@pytest.mark.parametrize(("age", "step", "oldest"), [(None, 5, None), (2, 5, 3), (2, 1, 0)])
-def test_the_buffer_is_told_from_which_version_on_groups_are_taken(
-    age: int | None, step: int, oldest: int | None
-) -> None:
-    asked = []
-
-    class Asked(QueueSource):
-        def _call(self, method: Any, *arguments: Any, timeout: float = 0.0) -> Any:
-            asked.append((method.__name__, *arguments))
-            return encode(Delivery(step=step))
-
-    assert Asked(None, 1.0, age).take(step).experiences == []
-    assert asked == [("take", step, "trainer", oldest)]
 
 
 class Method:
@@ -180,6 +166,64 @@ def test_what_the_buffer_could_not_do_is_asked_again_and_raised(
     with pytest.raises(BufferBroken):
         source.consumed(6)
     source.consumed(6)
+
+
+@pytest.mark.parametrize(("age", "step", "oldest"), [(None, 5, None), (2, 5, 3), (2, 1, 0)])
+def test_the_buffer_is_told_from_which_version_on_groups_are_taken(
+    heard: list[Any], age: int | None, step: int, oldest: int | None
+) -> None:
+    buffer = Buffer({"take": encode(Delivery(step=step))})
+    assert QueueSource(ActorHandle(buffer), 1.0, age).take(step).experiences == []
+    assert buffer.asked == [("take", step, "trainer", oldest)]
+
+
+def test_every_rank_hears_that_a_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may take longer than ranks wait for rank 0 without a word of it; what never comes ends
+    rank 0 with the buffer's own limit.
+    """
+    now, said = [0.0], list[Any]()
+    monkeypatch.setattr(control.time, "monotonic", lambda: now[0])
+    rows = memoryview(encode(Rows().take(3).experiences))
+    batch = encode(Delivery(step=3, parts=[StoredGroup(group=0, timeline=0, experiences=rows)]))
+
+    def get(come_s: float, timeout: float) -> bytes:
+        now[0] = min(come_s, now[0] + timeout)
+        if now[0] < come_s:
+            raise ray.exceptions.GetTimeoutError("not yet")
+        return batch
+
+    class Lead(Alone):
+        def broadcast(self, item: Any) -> Any:
+            said.append(item)
+            return item
+
+    class Other(Alone):
+        rank = 1
+
+        def broadcast(self, item: Any) -> Any:
+            return said.pop(0)
+
+        def scatter_parts(self, parts: list[list[Stacked]] | None) -> list[Packed]:
+            return []
+
+    monkeypatch.setattr("ray.get", get)
+    recipe = AlgorithmConfig(algorithm_type="sft", loss_agg_mode="token-mean")
+    source = QueueSource(
+        ActorHandle(Buffer({"take": 1000.0})), 1800.0, None, partial(said.append, WAITS), 450.0
+    )
+    lead, other = (
+        Feed(one, ranks, recipe, 100, 1, Cost())  # type: ignore[arg-type]
+        for one, ranks in ((source, Lead()), (None, Other()))
+    )
+    lead.ahead = None  # it would look for the next one in a thread
+    found = lead.next(3, stopping=False)
+    assert said[:-1] == [WAITS, WAITS] and now == [1000.0]
+    heard = other.next(3, stopping=False)
+    assert found and heard and heard.metrics == found.metrics and said == []
+    source.buffer.actor.answers["take"] = 1e9
+    with pytest.raises(ray.exceptions.GetTimeoutError):
+        lead.next(4, stopping=False)
+    assert now == [1000.0 + 1800.0 + control.READ_MARGIN_S]
 
 
 @pytest.mark.parametrize("outcome", ["timeout", "error"])
@@ -281,9 +325,3 @@ def test_what_is_left_out_of_a_step_is_no_work_of_it() -> None:
     assert step is not None
     work = [step.metrics[f"packing/{name}"] for name in ("tokens", "forward_flops")]
     assert work == [LENGTHS[2], LENGTHS[2] ** 2]
-
-
-def test_ranks_wait_longer_for_a_batch_than_rank_0_does() -> None:
-    """A rank whose patience ends first ends the run before the buffer says what is missing."""
-    taken = ExperienceBufferConfig().max_read_timeout + control.READ_MARGIN_S
-    assert TrainerConfig().collective_timeout > taken
