@@ -339,12 +339,12 @@ def _escaped(text: str) -> str:
 
 
 def load(path: str | Path) -> Config:
-    return to_config(as_written(path))
+    return _accepted([_draft(as_written(path))])[0]
 
 
 def as_written(path: str | Path) -> DictConfig:
     """As `save` wrote it, for who is no part of the run, and has none of its secrets: a value is
-    resolved where it is read, and no other.
+    resolved where it is read, and no other. Keys that another version had not are as usual.
     """
     try:
         found = OmegaConf.load(path)
@@ -352,4 +352,4 @@ def as_written(path: str | Path) -> DictConfig:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(found, DictConfig):
         raise ConfigError(f"{path} cannot be read: it is no mapping")
-    return found
+    return normalized(found)

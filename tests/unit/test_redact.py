@@ -270,6 +270,17 @@ def test_tools_read_a_run_without_its_secrets(
         find_run(str(tmp_path))
 
 
+def test_tools_read_a_run_of_an_older_version(tmp_path: Path) -> None:
+    """Which had fewer keys; a damaged file is refused by its name."""
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text("name: x\n")
+    with pytest.raises(InputError, match="no checkpoints here"):
+        find_run(str(tmp_path))
+    resolved.write_text("trainer: 3\n")
+    with pytest.raises(InputError, match=r"resolved.yaml cannot be read: trainer"):
+        find_run(str(tmp_path))
+
+
 def test_what_python_prints_and_logs_has_none() -> None:
     stream = io.StringIO()
     redacted = logs.Redacted(stream)
