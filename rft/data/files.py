@@ -31,7 +31,7 @@ SUFFIXES = (".jsonl", ".json", *TABLES)
 # what `datasets` leaves beside the data
 ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 CACHED = "cache-*.arrow"  # what was computed of it
-SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$")  # older ones with a hash
 SPLITS = ("train", "test", "validation", "eval", "dev")
 ALSO = {"training": "train", "testing": "test", "val": "validation", "valid": "validation"}
 ALSO |= {"evaluation": "eval"}
@@ -161,7 +161,7 @@ def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path
     )
     named = [p for p in files if split_of(p.relative_to(root)) == ALSO.get(split, split)]
     unnamed = [p for p in files if split_of(p.relative_to(root)) is None and p.parent == root]
-    of_name = [p for p in files if SHARD.sub("", p.stem) == split]  # like train_prefs
+    of_name = [p for p in files if split in (SHARD.sub("", p.stem), p.parent.name)]  # train_prefs
     found = named or of_name or (unnamed if split == "train" else [])
     if not found:
         there = sorted(str(p.relative_to(root)) for p in files)[:8] or "none"

@@ -450,12 +450,20 @@ def test_a_validation_file_is_no_part_of_the_training_set(tmp_path: Path, name: 
 
 
 def test_a_split_may_have_a_longer_name(tmp_path: Path) -> None:
-    """As ultrafeedback's have, which are of one set, and not rows of one kind."""
-    names = [f"{split}-00000-of-00001.jsonl" for split in ("train_sft", "train_prefs", "test_sft")]
-    for name in names:
+    """As ultrafeedback's have, which are of one set, and not rows of one kind; ultrachat's files
+    have a hash, too, and a saved set has a directory of each.
+    """
+    shard, hashed = "-00000-of-00001", "-00000-of-00003-a3ecf92756993583"
+    named = {
+        "train_prefs": f"train_prefs{shard}.jsonl",
+        "train_sft": f"train_sft{hashed}.jsonl",
+        "train_gen": f"train_gen/data{shard}.jsonl",
+    }
+    for name in (*named.values(), f"test_sft{shard}.jsonl", f"test_gen/data{shard}.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         lines(tmp_path / name, {"prompt": "q", "response": "1"})
-    (found,) = data_files(str(tmp_path), "train_prefs", None, "key")
-    assert found.name == names[1]
+    for split, name in named.items():
+        assert data_files(str(tmp_path), split, None, "key") == [tmp_path / name]
 
 
 def test_what_datasets_keeps_beside_a_saved_set_is_no_part_of_it(tmp_path: Path) -> None:
