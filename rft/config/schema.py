@@ -8,7 +8,7 @@ the fields of the studio and `rft config --explain` (`rft.config.keys`). What on
 together show is refused by `rft.preflight`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from omegaconf import MISSING
@@ -176,6 +176,11 @@ class LayoutConfig(Section):
     pipeline_model_parallel_size: Annotated[PosInt | None, "as in trainer.megatron"] = None
     context_parallel_size: Annotated[PosInt | None, "as in trainer.megatron"] = None
     expert_model_parallel_size: Annotated[PosInt | None, "as in trainer.megatron"] = None
+
+    def of(self, megatron: MegatronConfig) -> MegatronConfig:
+        """`megatron` with the sizes of this layout."""
+        sizes = {name: size for name, size in vars(self).items() if size and name != "num_ranks"}
+        return replace(megatron, **sizes)
 
 
 @dataclass

@@ -288,6 +288,11 @@ def _recompute_problems(trainer: TrainerConfig, layers: int) -> Iterator[str]:
     count = trainer.recompute_num_layers
     if count is not None and not 1 <= count <= layers:
         yield (f"{key}num_layers={count}: a pipeline stage has {layers} layers, give 1 to {layers}")
+    elif count and kind == "full" and trainer.recompute_method != "block" and layers % count:
+        yield (  # megatron would ask for layers behind the last
+            f"{key}num_layers={count} with {key}method=uniform: it does not divide the {layers} "
+            f"layers of a stage; give a number that does, or set {key}method=block"
+        )
     for module in trainer.recompute_modules or ():
         if module not in RECOMPUTE_MODULES:
             yield (nearest(module, RECOMPUTE_MODULES, f"{key}modules"))

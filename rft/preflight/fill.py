@@ -7,7 +7,6 @@ refused.
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from itertools import chain, count
 from math import lcm
 from pathlib import Path
@@ -132,12 +131,14 @@ SIZES = (
 
 def take_layout(config: Config, environment: Mapping[str, str] = os.environ) -> None:
     """The first of trainer.layouts that the ranks which were started make; without a launcher that
-    has started any, the first. Raises ConfigError, with all that is wrong.
+    has started any, the first. All get the sizes that they leave out. Raises ConfigError, with all
+    that is wrong.
     """
     trainer, problems = config.trainer, []
     for number, layout in enumerate(trainer.layouts):
-        sizes = {key: getattr(layout, key) or getattr(trainer.megatron, key) for key in SIZES}
-        fewest = fewest_ranks(replace(trainer.megatron, **sizes))
+        for key in SIZES:
+            setattr(layout, key, getattr(layout, key) or getattr(trainer.megatron, key))
+        fewest = fewest_ranks(layout.of(trainer.megatron))
         if layout.num_ranks % fewest:
             problems.append(
                 f"trainer.layouts[{number}].num_ranks={layout.num_ranks}: its sizes need a "
@@ -160,9 +161,7 @@ def take_layout(config: Config, environment: Mapping[str, str] = os.environ) -> 
         raise ConfigError(*problems)
     if fitting:
         trainer.num_ranks = fitting[0].num_ranks
-        for key in SIZES:
-            size = getattr(fitting[0], key) or getattr(trainer.megatron, key)
-            setattr(trainer.megatron, key, size)
+        trainer.megatron = fitting[0].of(trainer.megatron)
 
 
 def ray_of(environment: Mapping[str, str]) -> str:

@@ -99,9 +99,17 @@ def _policy(c: Config) -> Iterator[str]:
         yield f"{MODEL}={path} has no {absent}: give a whole checkpoint, its weights as safetensors"
 
 
-def _cut(c: Config) -> None:
-    if not is_remote(c):
-        check_layout(_hf(c), c.trainer.megatron, int(c.trainer.num_ranks or 1))
+def _cut(c: Config) -> Iterator[str]:
+    """As it is now, and as it will be when nodes are lost."""
+    if is_remote(c):
+        return
+    megatron, ranks = c.trainer.megatron, int(c.trainer.num_ranks or 1)
+    yield from problems_of(check_layout, _hf(c), megatron, ranks)
+    for number, layout in enumerate(c.trainer.layouts):
+        other, others = layout.of(megatron), layout.num_ranks
+        if (other, others) != (megatron, ranks):
+            for said in problems_of(check_layout, _hf(c), other, others):
+                yield f"trainer.layouts[{number}]: {said}"
 
 
 def _bias_updates(c: Config) -> None:
@@ -242,7 +250,7 @@ def _host_memory(c: Config) -> Iterator[str]:
 LENGTHS = "model.max_model_len model.max_prompt_tokens model.max_response_tokens"
 MODELS = (
     Rule(f"{MODEL} {SERVICE_TRAINS}", _policy),
-    Rule(f"trainer.megatron {MODEL} trainer.num_ranks {SERVICE_TRAINS}", _cut),
+    Rule(f"trainer.megatron {MODEL} trainer.num_ranks trainer.layouts {SERVICE_TRAINS}", _cut),
     Rule(
         f"trainer.moe_router_bias_update_rate model.lora_configs {MODEL} {SERVICE_TRAINS}",
         _bias_updates,

@@ -62,6 +62,8 @@ MENDED = {  # what is decided otherwise since
         *((f"{FILES[1]}.format.tools_key", name) for name in ("abc", "123", "1.5", "true")),
         # a store is tried out before the start
         *(("trainer.checkpoint.storage", url) for url in ("file:///nowhere", "s3://a/b")),
+        # units of three layers, and there are four: Megatron asked for a fifth
+        *(("trainer.recompute_num_layers", count) for count in ("3", "'3'")),
     },
     "accepted": {
         ("+buffer.trainer_input.auxiliary_buffers", "{}"),  # the recipe's own stay

@@ -683,6 +683,17 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "trainer.megatron.tensor_model_parallel_size",
         "greater than 0",
     ),
+    (  # of the layout that is taken when a node is lost
+        "trainer.num_ranks=null "
+        "trainer.layouts=[{num_ranks:4},{num_ranks:5,tensor_model_parallel_size:5}]",
+        "trainer.layouts[1]: trainer.megatron.tensor_model_parallel_size=5",
+        "does not divide the model's 4 attention heads; use 1, 2, 4",
+    ),
+    (
+        "trainer.recompute_granularity=full trainer.recompute_num_layers=3",
+        "trainer.recompute_num_layers=3 with trainer.recompute_method=uniform",
+        "or set trainer.recompute_method=block",
+    ),
     (
         "trainer.megatron.context_parallel_size=-1",
         "trainer.megatron.context_parallel_size",
