@@ -54,6 +54,7 @@ from rft.trainer.feed import reads_files
 
 RAY_S = 5.0  # for a Ray that is named to answer
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store lies
+OF_HERE = "listen_address", "give one of this machine's own, or 0.0.0.0 for all of them"
 ROUTES = "explorer.rollout_model.enable_return_routed_experts"
 MODEL, SERVICE_TRAINS = "model.model_path", "trainer.trainer_type"
 BITWISE_FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -435,7 +436,7 @@ def _bind(host: str, port: int) -> None:
 
 def _master_port(c: Config) -> None:
     try:
-        if c.cluster.master_port:
+        if c.cluster.master_port and c.mode in TRAINING:
             _bind("127.0.0.1", c.cluster.master_port)
     except OSError as error:
         raise ConfigError(
@@ -443,17 +444,19 @@ def _master_port(c: Config) -> None:
         ) from error
 
 
-def _proxy_port(c: Config) -> None:
+def _listens(c: Config) -> Iterator[str]:
+    """The API is where the explorer is; one of a stage that trains alone is another run's."""
     explorer = c.explorer
-    asked = explorer.proxy_port and explorer.rollout_model.enable_openai_api
-    try:
-        if asked and not c.cluster.ray_address:
-            _bind(explorer.listen_address, explorer.proxy_port)
-    except OSError as error:
-        raise ConfigError(
-            f"explorer.proxy_port={explorer.proxy_port} cannot be had at "
-            f"{explorer.listen_address} ({error.strerror}): choose another, or 0 for any"
-        ) from error
+    is_here = c.mode != "train" and not c.cluster.ray_address
+    if not (is_here and explorer.rollout_model.enable_openai_api):
+        return
+    for port in sorted({0, explorer.proxy_port}):
+        try:
+            _bind(explorer.listen_address, port)
+        except OSError as error:
+            key, fix = ("proxy_port", "choose another, or 0 for any") if port else OF_HERE
+            yield f"explorer.{key}={getattr(explorer, key)} cannot be had ({error.strerror}): {fix}"
+            return
 
 
 def _ray(c: Config) -> None:
@@ -540,8 +543,8 @@ def _fits(c: Config) -> Iterator[str]:
 PLACES = (  # tried at a start only
     Rule("checkpoint_root_dir project name stage_name", _directory),
     Rule(f"{BUFFER}.path {BUFFER}.storage_type mode {SERVICE_TRAINS}", _stored, reads="algorithm"),
-    Rule("cluster.master_port", _master_port),
-    Rule("explorer.proxy_port explorer.listen_address cluster.ray_address", _proxy_port),
+    Rule("cluster.master_port mode", _master_port),
+    Rule("explorer.proxy_port explorer.listen_address cluster.ray_address mode", _listens),
     Rule("cluster.ray_address", _ray, late=True),
     Rule("cluster.ray_address", _token, late=True),
     Rule(

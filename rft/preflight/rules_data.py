@@ -89,6 +89,11 @@ def _sampling(c: Config) -> Iterator[str]:
                 f"model.max_model_len={longest}; "
                 f"give 1 to {longest - 1}, or leave it out for model.max_response_tokens"
             )
+        elif args.max_tokens is not None and args.max_tokens < c.model.min_response_tokens:
+            yield (
+                f"{key}.max_tokens={args.max_tokens} is below model.min_response_tokens="
+                f"{c.model.min_response_tokens}: lower that, or leave max_tokens out"
+            )
 
 
 def _greedy(c: Config) -> Iterator[str]:
@@ -168,7 +173,11 @@ TASKSETS = (
         ),
         "buffer.explorer_input.eval_tasksets: mode=bench needs at least one",
     ),
-    Rule(f"{TASKSET}.rollout_args model.max_model_len", _sampling, reads=SETS),
+    Rule(
+        f"{TASKSET}.rollout_args model.max_model_len model.min_response_tokens",
+        _sampling,
+        reads=SETS,
+    ),
     Rule(
         f"{TASKSET}.rollout_args mode {TYPE}",
         lambda c: _greedy(c) if c.mode in TRAINING and not is_supervised(c.algorithm) else (),

@@ -113,6 +113,27 @@ def test_rules_change_nothing_of_what_is_filled_in_any_order(assets: Path, tmp_p
         assert not refusals.sentences() and config == again
 
 
+def test_ports_and_addresses_are_asked_for_by_who_listens_there(
+    assets: Path, tmp_path: Path
+) -> None:
+    """One file may be of an explorer and of a trainer that are started beside each other."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        api = ["explorer.rollout_model.enable_openai_api=true", f"explorer.proxy_port={port}"]
+        master = f"cluster.master_port={port}"
+        grpo(assets, tmp_path, "mode=train", *api)
+        grpo(assets, tmp_path, "mode=explore", master)
+        with pytest.raises(ConfigError, match=rf"^explorer.proxy_port={port} .*0 for any$"):
+            grpo(assets, tmp_path, "mode=explore", *api)
+        with pytest.raises(ConfigError, match=rf"^cluster.master_port={port} is in use"):
+            grpo(assets, tmp_path, "mode=train", master)
+    elsewhere = "explorer.listen_address=192.0.2.1"  # of no machine: RFC 5737
+    with pytest.raises(ConfigError, match=r"^explorer.listen_address=192.0.2.1 .*machine's own"):
+        grpo(assets, tmp_path, api[0], elsewhere)
+
+
 def test_a_look_at_a_config_leaves_out_what_runs_or_asks_something(
     assets: Path, tmp_path: Path
 ) -> None:

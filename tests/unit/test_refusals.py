@@ -287,6 +287,11 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "must fit model.max_model_len=24",
     ),
     ("model.min_response_tokens=-1", "model.min_response_tokens", "0 or more"),
+    (
+        f"model.min_response_tokens=6 {TASKSET}.rollout_args.max_tokens=5",
+        f"{TASKSET}.rollout_args.max_tokens=5",
+        "is below model.min_response_tokens=6: lower that",
+    ),
     ("model.custom_chat_template='{% if %}'", "model.custom_chat_template", "line 1"),
     ("model.custom_chat_template='{{ a'", "model.custom_chat_template", "line 1"),
     ("model.temperature=1", "model.temperature", f"{TASKSET}.rollout_args.temperature"),
