@@ -75,7 +75,6 @@ Float = Annotated[float, Strict(), BeforeValidator(_number)]
 Bool = Annotated[bool, Strict(), BeforeValidator(_flag)]
 Str = Annotated[str, Strict(), BeforeValidator(_text)]
 PosInt = Annotated[Int, Field(gt=0)]
-Parts = Annotated[Float, Field(ge=1.3, le=2)]
 PosFloat = Annotated[Float, Field(gt=0)]
 NonNegInt = Annotated[Int, Field(ge=0)]
 NonNegFloat = Annotated[Float, Field(ge=0)]
@@ -85,6 +84,12 @@ Share = Annotated[
         "> 0 and <= 1",
         lambda value: 0 < value <= 1,
         "={value:g}: give a share above 0, at most 1",
+    ),
+]
+Parts = Annotated[
+    Float,
+    Within(
+        "1.3 to 2", lambda value: 1.3 <= value <= 2, "={value:g}: give parts of a rank, 1.3 to 2"
     ),
 ]
 SharePart = Annotated[

@@ -4,6 +4,7 @@ In: a filled config. Nothing is looked at but the config itself.
 """
 
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -422,8 +423,18 @@ BUFFERS = (
 
 def _is_no_url(c: Config) -> bool:
     given = c.service.data_juicer.server_url
-    parts = urlsplit("http://left.out" if given is None else given)
-    return parts.scheme not in ("http", "https") or not parts.hostname
+    try:
+        parts = urlsplit("http://left.out" if given is None else given)
+        return parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
+    except ValueError:  # of brackets, or of the port
+        return True
+
+
+def _is_no_command(c: Config) -> bool:
+    try:
+        return not shlex.split((c.service.data_juicer.command or "a").format(port=1, python="a"))
+    except (ValueError, LookupError):  # of quotes and braces
+        return True
 
 
 PIPELINES = (
@@ -440,6 +451,12 @@ PIPELINES = (
             and "{port}" not in c.service.data_juicer.command
         ),
         f"{SERVICE}.command does not say where the port goes: write {{{{port}}}} in it",
+    ),
+    Rule(
+        f"{SERVICE}.command",
+        _is_no_command,
+        f"{SERVICE}.command={{{SERVICE}.command}} is no command: close its quotes, and write each "
+        "brace twice but for {{port}} and {{python}}",
     ),
     Rule(
         f"{EXPERIENCES}.input_save_path",

@@ -671,6 +671,8 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("trainer.profiler=torch trainer.total_steps=2", "trainer.profile_steps", "give earlier ones"),
     ("trainer.collective_timeout=0", "trainer.collective_timeout", "greater than 0"),
     ("trainer.spares=true trainer.max_restarts=0", "trainer.spares=true", "or spares=false"),
+    ("trainer.checkpoint.memory=1", "trainer.checkpoint.memory=1: give parts", "1.3 to 2"),
+    ("trainer.checkpoint.memory=3", "trainer.checkpoint.memory=3: give parts", "1.3 to 2"),
     ("trainer.checkpoint.lease_s=700", "trainer.checkpoint.lease_s", "lower it"),
     ("trainer.checkpoint.host_memory_gb=0", "trainer.checkpoint.host_memory_gb", "or left out"),
     (
@@ -857,6 +859,14 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "service.data_juicer.server_url=localhost:5005",
         "service.data_juicer.server_url",
         "http://127.0.0.1:5005",
+    ),
+    *(
+        (f"service.data_juicer.server_url='{url}'", "service.data_juicer.server_url", "is no URL")
+        for url in ("http://[::1", "http://host:port")
+    ),
+    *(
+        (f"service.data_juicer.command='serve {{port}} {end}'", "command=serve {port}", "quotes")
+        for end in ('"', "{x}", "{0}")
     ),
     ("service.data_juicer.start_timeout=0", "service.data_juicer.start_timeout", "greater than 0"),
     ("service.data_juicer.timeout=-1", "service.data_juicer.timeout", "greater than 0"),
