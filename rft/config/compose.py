@@ -20,6 +20,7 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
@@ -144,7 +145,20 @@ def _refused_words(arguments: list[str]) -> dict[str, Problem]:
             )
         elif "=" in word and not ("/" in key or key in known or key.startswith(free)):
             refused[word] = Problem(meant(key) or "", unknown(key))
+        elif "=" in word and not _is_read(word):
+            fix = f"give it in quotes, '{key}=\"a b\"'"
+            fix = "write $HOME for the ~" if "=~" in word else fix
+            refused[word] = Problem(key, f"{key}: Hydra cannot read its value: {fix}")
     return refused
+
+
+def _is_read(word: str) -> bool:
+    """Whether Hydra's grammar has it."""
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        return False
+    return True
 
 
 def _flag_values(arguments: list[str]) -> set[str]:

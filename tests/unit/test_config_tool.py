@@ -126,6 +126,22 @@ def test_words_that_are_no_config(words: list[str], said: str, number: int) -> N
 @pytest.mark.parametrize(
     ("word", "said"),
     [
+        ("model.model_path=~/model", "model.model_path: Hydra cannot read its value: write $HOME"),
+        ("name=a [b", "name: Hydra cannot read its value: give it in quotes, 'name=\"a b\"'"),
+    ],
+)
+def test_a_value_that_hydra_cannot_read_is_told_with_the_others(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main(["experiment=grpo", "trainer.num_ranks=0", word]) == 2
+    told = capsys.readouterr().err
+    assert "2 problems" in told and said in told and "trainer.num_ranks=0" in told
+    assert tool.main(["experiment=grpo", 'name="a [b"']) == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
         ("experiment=qrpo", "experiment=qrpo is unknown; did you mean `grpo`? Known: demo, "),
         ("size=none", "size=none is unknown. Known: llama3_70b_64gpu, "),
         ("+size=qwen3_8b_8gpu", "size has a value; write size=qwen3_8b_8gpu, without the +"),
