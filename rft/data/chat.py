@@ -29,7 +29,12 @@ from rft.ground.experience import Task
 
 _ANSWER = "[[answer]]"  # stands for an assistant's words when the end of its turn is looked up
 HALF = re.compile("[\ud800-\udfff]")
+WORD = re.compile(r"\w+")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MARKED = (
+    "give a template that marks answers with {% generation %} as format.chat_template, or set "
+    "format.enable_concatenated_multi_turn=false"
+)
 Spans = list[tuple[int, int]]
 Messages = list[dict[str, Any]]
 
@@ -74,6 +79,8 @@ def _clean(message: dict[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in message.items() if value is not None}
     if content_problem(found):
         return found
+    if found["role"] == "developer":  # OpenAI's newer name, which few templates know
+        found["role"] = "system"
     content = found.get("content", "")
     parts = content if isinstance(content, list) else [{"text": content}]
     found["content"] = "".join(part["text"] for part in parts)
@@ -126,15 +133,33 @@ def chat_text(
             "no chat template: set model.chat_template_path or model.custom_chat_template, "
             "or use format.prompt_type=plaintext without one"
         )
-    text = _templated(
-        tokenizer,
-        messages,
-        chat_template=chat_template,
-        add_generation_prompt=add_generation_prompt,
-        tokenize=False,
-        **template_args,
+    text = text_of(
+        _templated(
+            tokenizer,
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **template_args,
+        )
     )
-    return text_of(text)
+    _check_roles(text, messages)
+    return text
+
+
+def _check_roles(text: str, messages: list[dict[str, Any]]) -> None:
+    """Templates leave out without a word what has a role that they do not know. An answer's words
+    they may shorten, and a system prompt of one (`/no_think`) may be a sign to them.
+    """
+    for role, message in {m["role"]: m for m in reversed(messages)}.items():
+        content = message.get("content")
+        is_looked_at = isinstance(content, str) and role != "assistant"
+        words = WORD.findall(content[:200]) if is_looked_at else []
+        if len(words) > (role == "system") and max(words, key=len) not in text:
+            raise ConfigError(
+                f"the chat template leaves out what {role!r} says: write the row with roles that "
+                "it has, or give another as model.chat_template_path"
+            )
 
 
 def text_of(given: str) -> str:
@@ -241,6 +266,7 @@ class Dialogues:
         self.tokenizer = tokenizer
         self.template = chat_template
         self.end = end_of_turn(tokenizer, chat_template)
+        self.special = special_ids(tokenizer)  # a call of a tool may end with one of its own
         self._end_text = tokenizer.convert_ids_to_tokens(self.end)
         self.marks_answers = bool(GENERATION.search(str(chat_template or tokenizer.chat_template)))
 
@@ -302,7 +328,7 @@ class Dialogues:
             ids += self._ids(text[at:start])
             first, at = len(ids), stop
             ids += self._ids(text[start:stop])
-            if not ends and number == learned[-1]:
+            if not ends and number == learned[-1] and ids[-1] not in self.special:
                 # a template without an end of turn: a rollout would end with this
                 ids.append(self.end)
             spans.append((first, len(ids)))
@@ -324,9 +350,7 @@ class Dialogues:
         if not text.startswith(before):
             raise ConfigError(
                 f"the chat template does not write message {number + 1}, "
-                "an answer, behind the prompt that it makes of the messages before it: "
-                "give a template that marks answers with {% generation %} as format.chat_template, "
-                "or set format.enable_concatenated_multi_turn=false"
+                f"an answer, behind the prompt that it makes of the messages before it: {MARKED}"
             )
         return len(before)
 
@@ -342,7 +366,15 @@ class Dialogues:
         if found >= 0 and self._end_text not in str(messages[number]):
             return found + len(self._end_text), True
         after = chat_text(self.tokenizer, messages[: number + 1], self.template, False, tools=tools)
-        stop = len(after) if text.startswith(after) else limit
+        stop = len(after)
+        if not text.startswith(after):  # with more behind it, it has not the end of a last one
+            stop = after.rfind(self._end_text, start)
+            if stop < 0 or not text.startswith(after[:stop]):
+                raise ConfigError(
+                    f"the chat template writes message {number + 1}, an answer, otherwise where "
+                    f"others follow it: {MARKED}"
+                )
+            return stop, False
         if found >= 0:  # the words have that token too
             return text.rindex(self._end_text, start, stop) + len(self._end_text), True
         return start + len(text[start:stop].rstrip()), False

@@ -1,4 +1,4 @@
-"""Chat templates in the styles of five model families, small enough to read, each with a tokenizer
+"""Chat templates in the styles of six model families, small enough to read, each with a tokenizer
 that knows its tokens.
 """
 
@@ -63,12 +63,24 @@ DEEPSEEK = Style(
     "{% else %}<Assistant>{{ m.content.split('</think>')[-1] }}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<Assistant>{% endif %}",
 )
+# The last answer ends otherwise than those before it; a call of a tool with a token of its own.
+HARMONY = Style(
+    ("<|start|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    "<|return|>",
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.tool_calls %}"
+    " to={{ m.tool_calls[0].function.name }}<|message|>{}<|call|>"
+    "{% else %}<|message|>{{ m.content }}"
+    "{% if loop.last and m.role == 'assistant' and not add_generation_prompt %}<|return|>"
+    "{% else %}<|end|>{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+)
 STYLES = {
     "qwen": QWEN,
     "llama3": LLAMA3,
     "chatml": CHATML,
     "mistral": MISTRAL,
     "deepseek": DEEPSEEK,
+    "harmony": HARMONY,
 }
 
 

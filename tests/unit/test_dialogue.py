@@ -1,4 +1,4 @@
-"""Which tokens of a dialogue are learned, by five chat templates: the whole text, with what is
+"""Which tokens of a dialogue are learned, by six chat templates: the whole text, with what is
 learned in curly brackets.
 """
 
@@ -8,7 +8,13 @@ import pytest
 from chat_templates import CHATML, MISTRAL, QWEN, STYLES, shown, tokenizer_of
 
 from rft.config import ConfigError
-from rft.data.chat import Dialogues, render_messages, spans_of
+from rft.data.chat import (
+    Dialogues,
+    clean_messages,
+    render_follow_up,
+    render_messages,
+    spans_of,
+)
 
 TALK = [
     {"role": "user", "content": "a"},
@@ -28,6 +34,9 @@ EVERY = {
     "<|im_start|>assistant\n{d<|im_end|>}\n",
     "mistral": "<s>[INST] a[/INST]{ b</s>}[INST] c[/INST]{ d</s>}",
     "deepseek": "<bos><User>a<Assistant>{b<eos>}<User>c<Assistant>{d<eos>}",
+    # a rollout never ends with <|end|>, which stands behind earlier answers
+    "harmony": "<|start|>user<|message|>a<|end|><|start|>assistant{<|message|>b}<|end|>"
+    "<|start|>user<|message|>c<|end|><|start|>assistant{<|message|>d<|return|>}",
 }
 
 
@@ -90,6 +99,39 @@ def test_tools_and_their_answers_are_not_learned() -> None:
     )
     assert every.count("{") == 2 and "tool\nt<|im_end|>" in every.split("}")[1]
     assert last.count("{") == 1
+
+
+def test_a_call_that_ends_with_a_token_of_its_own_has_no_other_end() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    assert both("harmony", [TALK[0], call])[1].endswith(
+        "<|start|>assistant{ to=add<|message|>{}<|call|>}"
+    )
+
+
+def test_an_answer_that_is_written_otherwise_before_others_is_refused() -> None:
+    """Its words have the end of a turn, so only the text of the dialogue up to it tells its end."""
+    talk = [dict(message) for message in TALK]
+    talk[1]["content"] = "b<|im_end|>"
+    with pytest.raises(ConfigError, match="writes message 2, an answer, otherwise where others"):
+        both("qwen", talk)
+
+
+@pytest.mark.parametrize("role", ["human", "tool"])
+def test_a_message_that_the_template_leaves_out_is_refused(role: str) -> None:
+    known = "{% for m in messages if m.role in ('system', 'user', 'assistant') %}"
+    template = CHATML.template.replace("{% for m in messages %}", known)
+    tokenizer = tokenizer_of(CHATML)
+    talk = [*TALK[:2], {"role": role, "content": "the longest word"}]
+    with pytest.raises(ConfigError, match=f"leaves out what '{role}' says: write"):
+        render_messages(tokenizer, talk, template)
+    with pytest.raises(ConfigError, match=f"leaves out what '{role}' says: write"):
+        render_follow_up(tokenizer, [{"role": role, "content": "42"}], template)
+    assert render_messages(tokenizer, talk)
+
+
+def test_a_developer_is_the_system() -> None:
+    said = [{"role": "developer", "content": "be brief"}, *TALK]
+    assert clean_messages(said)[0] == {"role": "system", "content": "be brief"}
 
 
 def test_a_template_that_rewrites_its_prompt_is_refused() -> None:
