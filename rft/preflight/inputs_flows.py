@@ -32,6 +32,7 @@ from rft.trainer.feed import is_supervised
 
 # a tag of transformers, which Jinja does not know
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+CALLED = ("response", "truth", "task")  # what a reward is called with, in this order
 GIVEN = ("response_tokens",)  # arguments of rewards that the workflow gives
 TIMED = ("code_tests", "remote_judge")  # rewards with a limit of their own, `seconds`
 
@@ -189,14 +190,15 @@ def _strange_args(key: str, taskset: TasksetConfig) -> Iterator[str]:
     if name not in rewards.REWARDS and refusal(name):
         return  # told as a name
     function = rewards.resolve(name)
-    parameters = inspect.signature(function).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    signature = inspect.signature(function)
+    if any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
         return
-    given = [one for one in parameters if one.default is not one.empty]
-    known = {one.name: one.annotation for one in given if one.name not in GIVEN}
+    if not is_ours(function) and list(own_reward(key, name, taskset.reward_fn_args)):
+        return  # told there
+    beside = (*signature.bind_partial(*CALLED).arguments, *GIVEN)
+    known = {n: one.annotation for n, one in signature.parameters.items() if n not in beside}
     # of the user's own, annotations may be anything
-    ours = function.__module__.startswith("rft.")
-    known = known if ours else dict.fromkeys(known, Any)
+    known = known if is_ours(function) else dict.fromkeys(known, Any)
     yield from _arguments(f"{key}.reward_fn_args", name, known, dict(taskset.reward_fn_args))
 
 
@@ -204,7 +206,10 @@ def _reward(c: Config, key: str, name: str, args: dict[str, Any], at_start: bool
     if name not in rewards.REWARDS and (why := refusal(name)):
         yield f"{key}.default_reward_fn_type={name}: {why}"
         return
-    function, key = rewards.resolve(name), f"{key}.reward_fn_args"
+    function = rewards.resolve(name)
+    if not is_ours(function):
+        yield from own_reward(key, name, args)
+    key = f"{key}.reward_fn_args"
     if name == "code_tests":
         isolate = bool(args.get("isolate", True)) and at_start
         yield from _cell(isolate, f"{key}.isolate", f"reward {name}")
@@ -235,6 +240,31 @@ def _reward(c: Config, key: str, name: str, args: dict[str, Any], at_start: bool
                 f"{key}.seconds={seconds:g}: explorer.reward_timeout={limit:g} would end {name} "
                 "first; lower the one or raise the other"
             )
+
+
+def is_ours(function: Any) -> bool:
+    return str(function.__module__).startswith("rft.")
+
+
+def own_reward(key: str, name: str, args: dict[str, Any]) -> Iterator[str]:
+    """Why a call of the user's own would fail, or would give veRL's parameters other values."""
+    signature = inspect.signature(rewards.resolve(name))
+    if "solution_str" in signature.parameters:
+        place, _, function = name.rpartition(":")
+        yield (
+            f"{key}.default_reward_fn_type={name} has veRL's parameters: set it to verl, and "
+            f"{key}.reward_fn_args to {{path: {place}, function: {function}}}"
+        )
+        return
+    given = {n: one for n, one in args.items() if n in signature.parameters}
+    given |= {n: 0 for n in GIVEN if n in signature.parameters}
+    try:
+        signature.bind(*CALLED, **given)
+    except TypeError as error:
+        yield (
+            f"{key}.default_reward_fn_type={name} is called with {', '.join((*CALLED, *given))}: "
+            f"{error}; correct it, or write one that calls it (docs/workflows.md: From TRL)"
+        )
 
 
 def verl_function(key: str, args: dict[str, Any]) -> Iterator[str]:

@@ -151,10 +151,10 @@ def repeated(groups: list[list[Experience]], failed: int) -> dict[str, float]:
 
 
 def is_right(one: Experience) -> bool:
-    """By the part `accuracy` of its reward, where there is one: what the form adds or takes off
-    makes no answer right or wrong.
+    """By the part `accuracy` of its reward, or veRL's `acc`, where there is one: what the form or a
+    length adds or takes off makes no answer right or wrong.
     """
-    return one.metrics.get("accuracy", one.reward) >= RIGHT
+    return one.metrics.get("accuracy", one.metrics.get("acc", one.reward)) >= RIGHT
 
 
 def by_run(group: list[Experience]) -> Iterator[list[Experience]]:

@@ -25,6 +25,7 @@ from rft.ground.experience import LARGEST_REWARD, Record, Task, decode, encode, 
 from rft.ground.process import frame, messages, parents_socket
 from rft.monitor import logs
 from rft.rollout.rewards import RewardFunction, prepare
+from rft.rollout.rewards.data_sources import given_value
 
 # characters of an error message that travel: some exceptions carry whole data sets
 MAX_MESSAGE = 2000
@@ -69,7 +70,9 @@ def judge(
     """Run one reward function; any failure or unusable value becomes outcome "error"."""
     try:
         wants = {"response_tokens": tokens} if takes_tokens(function) else {}
-        return judged(function(response, task.truth, task, **wants, **task.reward_args))
+        return judged(
+            given_value(function(response, task.truth, task, **wants, **task.reward_args))
+        )
     # sys.exit and KeyboardInterrupt of user code too: reported, never obeyed
     except BaseException as error:
         return failure(error)
@@ -84,14 +87,12 @@ def judged(value: Any) -> RewardResult:
             reward, beside = value
             metrics = {str(key): number(part) for key, part in beside.items()}
             return RewardResult(reward=number(reward), metrics=metrics)
-        parts = (
-            {str(key): number(part) for key, part in value.items()}
-            if isinstance(value, dict)
-            else {}
-        )
-        return RewardResult(
-            reward=number(sum(parts.values()) if isinstance(value, dict) else value), metrics=parts
-        )
+        if not isinstance(value, dict):
+            return RewardResult(reward=number(value))
+        parts = {str(key): number(part) for key, part in value.items()}
+        if not parts:
+            raise ValueError("a reward must have a part, and this dict is empty")
+        return RewardResult(reward=number(sum(parts.values())), metrics=parts)
     except (TypeError, ValueError) as error:
         return failure(error)
 
@@ -110,8 +111,8 @@ _names_once = functools.cache(_names)  # it takes longer than a quick reward
 
 
 def number(value: Any) -> float:
-    if value is None or isinstance(value, (str, bytes)):
-        raise TypeError(f"a reward must be a number, not {value!r}")
+    if value is None or isinstance(value, (str, bytes, list)):
+        raise TypeError(f"a reward must be a number, not {value!r:.200}")
     result = float(value)
     if not math.isfinite(result):
         raise ValueError(f"a reward must be finite, not {result}")

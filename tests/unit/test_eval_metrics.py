@@ -97,6 +97,14 @@ def test_a_set_with_several_answers_is_reported_by_name() -> None:
     )
 
 
+@pytest.mark.parametrize("part", ["accuracy", "acc"])
+def test_a_right_answer_that_is_too_long_is_right(part: str) -> None:
+    """veRL's managers take a length off the score, beside which they say `acc`."""
+    long, short = group(0.4, 1.0)
+    long.metrics, short.metrics = {part: 1.0, "overlong": -0.6}, {part: 0.0, "score": 1.0}
+    assert [evaluation.is_right(one) for one in (long, short)] == [True, False]
+
+
 # --- bench ----------------------------------------------------------------------------------------
 
 

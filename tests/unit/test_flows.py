@@ -5,12 +5,14 @@ judge answer by script.
 import asyncio
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from rft.ground.experience import (
@@ -23,7 +25,7 @@ from rft.ground.experience import (
 )
 from rft.rollout import rewards, sandbox, workflows
 from rft.rollout.context import TokenLimits, WorkflowContext
-from rft.rollout.reward_worker import RewardResult
+from rft.rollout.reward_worker import RewardResult, judge
 from rft.rollout.workflows import MultiTurn, RewardPropagation, StepWiseReward, ToolUse
 from rft.rollout.workflows.tools import Tool, ToolCall, calls
 from rft.tools.toy import character_tokenizer
@@ -509,6 +511,46 @@ def test_what_the_page_shows_runs(
     (tmp_path / file).write_text(EXAMPLES[file])
     of = task(f"{tmp_path / file}:{name}", repeat_times=len(reward))
     assert [made.reward for made in asyncio.run(workflows.run(of, Scripted(*lines)))] == reward
+
+
+MY_PROJECT = """
+def accuracy_reward(completions, solution, **kwargs):
+    said = [one[0]["content"] for one in completions]
+    return [None if s == "?" else float(a == s) for a, s in zip(said, solution, strict=True)]
+
+def format_reward(prompts, completions, **kwargs):
+    assert "prompt" not in kwargs and kwargs["level"] == ["hard"] and len(prompts) == 1
+    return [None if completions[0][0]["content"] == "nobody knows" else 0.5]
+"""
+
+
+@pytest.mark.parametrize(
+    ("response", "solution", "parts"),
+    [
+        ("42", "42", {"accuracy_reward": 1.0, "format_reward": 0.5}),
+        ("41", "42", {"accuracy_reward": 0.0, "format_reward": 0.5}),
+        ("41", "?", {"format_reward": 0.5}),
+        ("nobody knows", "?", None),
+    ],
+)
+def test_functions_of_trl_are_called_as_the_page_shows(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    response: str,
+    solution: str,
+    parts: dict[str, float] | None,
+) -> None:
+    (tmp_path / "my_project.py").write_text(MY_PROJECT)
+    (tmp_path / "trl_rewards.py").write_text(EXAMPLES["trl_rewards.py"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_project", raising=False)
+    raw = {"prompt": "6*7=", "solution": solution, "level": "hard"}
+    of = msgspec.structs.replace(task("single_turn"), raw=raw)
+    found = judge(rewards.resolve(f"{tmp_path}/trl_rewards.py:both"), response, of)
+    if parts is None:
+        assert found.outcome == "error" and "empty" in found.message
+    else:
+        assert (found.reward, found.metrics) == (sum(parts.values()), parts)
 
 
 def test_the_page_lists_every_name() -> None:

@@ -18,9 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rft.config import ConfigError
+from rft.config import ConfigError, TasksetConfig
 from rft.ground.experience import Sampling, Task
 from rft.ground.process import Child
+from rft.preflight.inputs_flows import _strange_args, own_reward
 from rft.rollout import reward_pool, rewards
 from rft.rollout.reward_pool import QUICK_CHARACTERS, RewardPool, are_quick
 from rft.rollout.rewards.text import last_boxed, tagged
@@ -319,6 +320,59 @@ def test_functions_are_imported_before_the_first_group_asks(tmp_path: Path) -> N
         await pool.close()
 
     asyncio.run(asyncio.wait_for(run(), 120))
+
+
+OWN = """
+async def later(response, truth, task, weight):
+    return weight * (response == truth)
+
+def trl(completions, **kwargs):
+    return [1.0 for _ in completions]
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == ground_truth)
+
+def narrow(response, truth):
+    return 1.0
+
+def long(response, truth, task, response_tokens):
+    return 1.0 / response_tokens
+"""
+
+
+def test_a_function_of_the_users_own_is_looked_at_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+
+    def problems(function: str, **args: Any) -> list[str]:
+        name = f"{tmp_path}/own.py:{function}"
+        taskset = TasksetConfig(path="t", default_reward_fn_type=name, reward_fn_args=args)
+        return [*own_reward("set", name, args), *_strange_args("set", taskset)]
+
+    assert problems("later", weight=0.5) == [] == problems("long")
+    assert "missing a required argument: 'weight'" in problems("later")[0]
+    assert [
+        "does not take it; did you mean `weight`" in one
+        for one in problems("later", wight=1, weight=1)
+    ] == [True]
+    [said] = problems("of_verl")
+    assert (
+        f"set it to verl, and set.reward_fn_args to {{path: {tmp_path}/own.py, function: of_verl}}"
+        in said
+    )
+    for function in ("trl", "narrow"):
+        [said] = problems(function)
+        assert "is called with response, truth, task: too many positional" in said
+
+
+def test_a_reward_may_be_async(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    of = task(f"{tmp_path}/own.py:later", weight=0.5)
+
+    async def body(pool: RewardPool) -> None:
+        right, wrong = await pool.score([(of, "42"), (of, "41")])
+        assert (right.reward, wrong.reward) == (0.5, 0.0) and right.outcome == "ok"
+
+    with_pool(body)
 
 
 def test_a_module_that_ends_the_process_at_import_is_an_error_not_a_loop(tmp_path: Path) -> None:

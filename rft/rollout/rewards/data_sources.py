@@ -53,7 +53,7 @@ def verl(
     given = (source, response, model["ground_truth"], extra or {})
     if path is not None:
         found = own(path, function)(**dict(zip(PARAMETERS, given, strict=True)), **(kwargs or {}))
-        found = asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+        found = given_value(found)
     else:
         found = formula(str(source))(response, model["ground_truth"])
     score, metrics = _parts(found)
@@ -65,8 +65,13 @@ def verl(
     return score, metrics
 
 
-async def _awaited(found: Any) -> Any:
-    return await found
+def given_value(found: Any) -> Any:
+    """What a function gives that may be async."""
+
+    async def value() -> Any:
+        return await found
+
+    return asyncio.run(value()) if inspect.isawaitable(found) else found
 
 
 def _parts(found: Any) -> Scored:
