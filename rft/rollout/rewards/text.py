@@ -19,6 +19,8 @@ NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 MINUS = "\u2212"  # as mathematics is typeset, and models write it
 # DeepSeek-R1's response form: a thought, then something that is not empty
 THINK_FORM = r"\s*<think>.*?</think>.*\S.*"
+# signs of mathematics, or a digit that belongs to a word (H2O)
+FORMULA = re.compile(r"[\\^_(){}\[\]/=+*<>|]|[^\W\d_]\d|\d[^\W\d_]")
 LONGEST = 500  # characters of an equation: trees of any depth would end the parser
 OPERATIONS = {
     ast.Add: lambda a, b: a + b,
@@ -81,9 +83,13 @@ def accuracy(response: str, truth: str | None, task: Task) -> float:
     the last number.
 
     Numbers are compared as numbers ("1,200.0" is "1200"), anything else as text without case and
-    surrounding space.
+    surrounding space. A truth that marks nothing is the answer itself, or a number among words: the
+    last number of `\\frac{1}{2}` is none.
     """
-    expected = final_answer(needed(truth, task)) or needed(truth, task).strip()
+    reference = needed(truth, task)
+    is_whole = FORMULA.search(reference) or len(NUMBER.findall(reference)) != 1
+    marked = marked_answer(reference)
+    expected = marked or (reference.strip() if is_whole else final_answer(reference) or "")
     answer = final_answer(response)
     if answer is None:
         return 0.0
@@ -242,10 +248,15 @@ def tagged(text: str, tag: str) -> list[str]:
 
 
 def final_answer(text: str) -> str | None:
-    """The answer that a text ends in:
+    """The answer that a text ends in: a marked one, else its last number; None without any."""
+    if (marked := marked_answer(text)) is not None:
+        return marked
+    numbers = NUMBER.findall(text.replace(MINUS, "-"))
+    return numbers[-1] if numbers else None
 
-    `<answer>`, `\\boxed{}`, `#### x`, else its last number; None without any.
-    """
+
+def marked_answer(text: str) -> str | None:
+    """What the last `<answer>`, `\\boxed{}` or `####` holds."""
     if said := tagged(text, "answer"):
         return said[-1].strip()
     boxed = last_boxed(text)
@@ -253,8 +264,7 @@ def final_answer(text: str) -> str | None:
         return boxed.strip()
     if "####" in text:
         return text.rpartition("####")[2].strip()
-    numbers = NUMBER.findall(text.replace(MINUS, "-"))
-    return numbers[-1] if numbers else None
+    return None
 
 
 def same_mathematics(response: str, truth: str) -> float:
