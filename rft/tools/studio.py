@@ -12,6 +12,7 @@ started, never of a request. Invariant: what the page calls ready is a file that
 """
 
 import argparse
+import datetime
 import functools
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rft import config as configs
 from rft import preflight
@@ -121,8 +123,13 @@ def put(raw: DictConfig, key: str, text: str) -> None:
         value = default_of(key) if text == "" else yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{key}: {text!r} is no YAML: {str(error).splitlines()[0]}") from error
+    if isinstance(value, datetime.date):  # as in a file: a name may be a day
+        value = text
     refuse_all(configs.problems_in(configs.nested(key, value)))
-    OmegaConf.update(raw, key, value, merge=False)
+    try:
+        OmegaConf.update(raw, key, value, merge=False)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}: {text!r}: {str(error).splitlines()[0]}") from error
 
 
 def default_of(key: str) -> Any:

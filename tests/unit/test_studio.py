@@ -84,6 +84,7 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
         ("algorithm.kl_loss_fn", "k9", "k3"),
         ("model.max_prompt_tokens", "900", "context"),
         ("buffer.explorer_input.eval_tasksets", "[{", "no YAML"),
+        ("name", "${", "no viable alternative"),
         ("trainer.totl_steps", "1", "trainer.total_steps"),
         (f"{TASKSET}.path", "nowhere.jsonl", "does not exist"),
         ("model.model_path", "nowhere", "model.model_path"),
@@ -97,6 +98,10 @@ def test_a_problem_stands_at_its_key(
     assert fix in problem["said"]
     assert problem["key"] in (key, "model.max_model_len")
     assert not (tmp_path / "runs").exists(), "a question leaves nothing behind"
+
+
+def test_a_run_may_be_called_by_its_day() -> None:
+    assert studio.examine("grpo", {"name": "2026-11-30"})["now"]["name"] == "'2026-11-30'"
 
 
 def test_the_gpus_and_the_memory_are_those_of_the_config(assets: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import browser
@@ -21,13 +22,19 @@ CONFIG = "import sys; from rft.tools import config; sys.exit(config.main(sys.arg
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+@contextmanager
+def served() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     command = [sys.executable, "-c", STUDIO]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        yield server.stdout.readline().split()[2]
+        yield server.stdout.readline().split()[2], server
         server.terminate()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with served() as (where, _):
+        yield where
 
 
 def test_a_config_is_put_together(address: str, tmp_path: Path) -> None:
@@ -103,3 +110,37 @@ def test_the_recipe_changes_what_is_asked(address: str) -> None:
             "return state.answer !== null && state.answer.now['algorithm.algorithm_type'] === 'ppo'"
         )
         assert page.run("return visible('critic.optim.lr')")
+
+
+def test_an_answer_takes_nothing_from_who_is_typing(address: str) -> None:
+    with browser.browsing(WIDTH, HEIGHT) as page:
+        page.open(address)
+        page.until(FIRST)
+        for change in ("name", "buffer.explorer_input.taskset.format.prompt_type"):  # other fields
+            text = {"name": "mine"}.get(change, "messages")
+            page.run(
+                "const one = document.querySelector(\"input[name='model.model_path']\"); "
+                "one.focus(); one.value = '/mod'; set(arguments[0], arguments[1])",
+                change,
+                text,
+            )
+            page.until(SETTLED, change, text)
+            page.ask("POST", f"/element/{page.find(':focus')}/value", {"text": "els"})
+            found = page.run("return [document.activeElement.name, document.activeElement.value]")
+            assert found == ["model.model_path", "/models"], change
+
+
+def test_no_file_is_made_of_what_the_fields_said_before() -> None:
+    hidden = "['copy', 'save'].map((id) => document.getElementById(id).disabled)"
+    with served() as (address, server), browser.browsing(WIDTH, HEIGHT) as page:
+        page.open(address)
+        page.until(FIRST)
+        assert page.run(f"set('name', 'second'); return {hidden}") == [True, True]
+        page.until("return !document.getElementById('copy').disabled")
+        server.terminate()
+        server.wait()
+        page.run("set('name', 'third')")
+        page.until(
+            "return document.getElementById('problems').innerText.includes('start it again')"
+        )
+        assert page.run(f"return {hidden}") == [True, True]
