@@ -35,6 +35,7 @@ from rft.config.data import ExperiencePipelineConfig as ExperiencePipelineConfig
 from rft.config.data import OperatorConfig as OperatorConfig
 from rft.config.data import TaskPipelineConfig as TaskPipelineConfig
 from rft.config.derived import TRAINING as TRAINING
+from rft.config.derived import beat_s as beat_s
 from rft.config.derived import checkpoint_root as checkpoint_root
 from rft.config.derived import get as get
 from rft.config.derived import grace_of as grace_of

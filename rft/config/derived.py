@@ -47,6 +47,11 @@ def grace_of(environment: Mapping[str, str]) -> float:
     return 120.0 if "SLURM_JOB_ID" in environment else 20.0
 
 
+def beat_s(config: Config) -> float:
+    """How often ranks hear of rank 0 that it waits for another part: they give up later."""
+    return config.trainer.collective_timeout / 4
+
+
 # arguments of rewards and operators that name the variable of a key, and those that have a default
 KEY_ARGUMENTS = ("key_variable", "api_key_env")
 ASK_JUDGES = ("remote_judge", "llm")

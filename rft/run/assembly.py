@@ -21,7 +21,7 @@ from rft.buffer.experience_file import ExperienceFile
 from rft.buffer.progress import StepSize
 from rft.checkpoint import fence
 from rft.checkpoint.asking import SaveRequests
-from rft.config import Config, engine_arguments, is_bitwise
+from rft.config import Config, beat_s, engine_arguments, is_bitwise
 from rft.data.chat import load_tokenizer
 from rft.data.packing import Cost, cut_of
 from rft.data.supervised import SupervisedRows
@@ -147,7 +147,7 @@ def await_engines(
     if mesh.broadcast(starts and explorer is not None):
         with trace.span("warm up"):
             backend.warm_up(models, feed.packing)
-    control.await_engines(explorer, hold=True)
+    control.await_engines(explorer, True, mesh.broadcast, beat_s(backend.config))
 
 
 def gates_of(config: Config) -> Gates:
@@ -328,11 +328,6 @@ def compare(gates: Gates, mesh: TrainerMesh, models: Models, loop: dict[str, Any
 
 
 # --- where batches come from ---------------------------------------------------------------------
-
-
-def beat_s(config: Config) -> float:
-    """How often ranks hear of rank 0 that it waits for another part: they give up later."""
-    return config.trainer.collective_timeout / 4
 
 
 def build_feed(config: Config, mesh: TrainerMesh, models: Models, tokenizer: Any) -> Feed:

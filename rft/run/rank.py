@@ -27,7 +27,7 @@ import msgspec
 
 from rft import config as configs
 from rft.checkpoint import catalog
-from rft.config import Config
+from rft.config import Config, beat_s
 from rft.ground import device as devices
 from rft.ground import plugins, redact
 from rft.ground.errors import REFUSED, ConfigError
@@ -193,8 +193,8 @@ def _train(rank: Rank, mesh: TrainerMesh) -> None:
     config = rank.config
     if config.cluster.colocate:  # engines measure the card's free memory as they start
         rank.waiting_for = "the engines to start"
-        control.await_engines(control.actor(config.explorer.name) if mesh.rank == 0 else None)
-        mesh.barrier(rank.waiting_for)
+        explorer = control.actor(config.explorer.name) if mesh.rank == 0 else None
+        control.await_engines(explorer, False, mesh.broadcast, beat_s(config))
         rank.waiting_for = ""
     from rft.run import assembly
 

@@ -479,7 +479,8 @@ Evaluations.at_startup | the explorer begins, or comes back | `RETURN_S` | rank 
 PoolNumbers.metrics | the explorer's numbers | 0: only if they are there | the last ones count
 QueueSource.look | the next step's groups, in a thread | `max_read_timeout` and `READ_MARGIN_S` | \
 they are taken without
-await_engines | all parts serve | `START_S`, then `RETURN_S` | rank 0 fails
+_is_there | all parts serve | `beat_s`, again and again, `START_S` in all | rank 0 fails
+await_engines | an explorer that is to sample nothing more | `RETURN_S` | rank 0 fails
 sampled | engines that speculate answer | `START_S` | rank 0 fails
 trainer/looking.py
 ReadAhead.end | what is read ahead is made, or let go | `max_read_timeout` and `READ_MARGIN_S` | \

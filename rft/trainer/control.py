@@ -228,22 +228,45 @@ class BufferCall:
                 self._reference = self.buffer.ask(self.method, *self.arguments)
 
 
-def await_engines(explorer: "ExplorerHandle | None", hold: bool = False) -> None:
-    """Return when every part of the run serves: ranks start while engines and explorer load. None:
-    another rank waits.
+def await_engines(
+    explorer: "ExplorerHandle | None",
+    hold: bool = False,
+    agreed: Callable[[bool], bool] = lambda is_over: is_over,
+    beat_s: float = START_S,
+) -> None:
+    """Return when every part of the run serves, on every rank: ranks start while engines and
+    explorer load. `explorer`: rank 0's. `agreed`, `beat_s`: as of `Evaluations`.
 
     `hold`: an explorer that outlived the trainer before this one samples nothing more from weights
     that will go. Then call it after the buffer knows this trainer.
     """
-    if explorer is None:
+    if explorer is None:  # without Ray, which ranks that only train never load
+        while not agreed(True):
+            pass
         return
     import ray
 
     from rft.rollout.explorer import Explorer
 
-    ray.get(explorer.ask(Explorer.opened), timeout=START_S)
+    opened, deadline = explorer.ask(Explorer.opened), time.monotonic() + START_S
+    while not agreed(_is_there(opened, beat_s, deadline)):
+        pass
     if hold:
         ray.get(explorer.ask(Explorer.hold), timeout=RETURN_S)
+
+
+def _is_there(reference: Any, wait_s: float, deadline: float) -> bool:
+    """Within `wait_s`; GetTimeoutError at the deadline."""
+    import ray
+
+    left = max(0.0, deadline - time.monotonic())
+    try:
+        ray.get(reference, timeout=min(wait_s, left))
+    except ray.exceptions.GetTimeoutError:
+        if left <= wait_s:
+            raise
+        return False
+    return True
 
 
 def sampled(

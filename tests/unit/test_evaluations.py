@@ -11,6 +11,7 @@ import ray
 from rft.config import ExplorerConfig
 from rft.ground.experience import EvalResult, encode
 from rft.ground.protocols import ActorHandle
+from rft.trainer import control
 from rft.trainer.control import Evaluations, await_engines
 
 
@@ -177,6 +178,43 @@ def test_a_deterministic_run_holds_an_explorer_that_lived_on(finished: Any) -> N
         await_engines(made.explorer, hold=made.alone)
     assert beside.explorer.actor.calls == [("opened",)]
     assert alone.explorer.actor.calls == [("opened",), ("hold",)]
+
+
+def test_ranks_hear_of_engines_that_take_longer_than_ranks_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, told = [0.0], list[tuple[float, bool]]()
+
+    def get(reference: Any, timeout: float) -> None:
+        now[0] += min(timeout, max(0.0, 700.0 - now[0]))
+        if now[0] < 700.0:
+            raise ray.exceptions.GetTimeoutError
+
+    def tell(is_over: bool) -> bool:
+        told.append((now[0], is_over))
+        return is_over
+
+    monkeypatch.setattr(control.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ray, "get", get)
+    await_engines(evaluations().explorer, agreed=tell, beat_s=300.0)
+    assert told == [(300.0, False), (600.0, False), (700.0, True)]
+    heard = iter([False, False, True])  # another rank, which has no explorer
+    await_engines(None, agreed=lambda is_over: next(heard))
+    assert list(heard) == []
+
+
+def test_engines_that_never_come_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def get(reference: Any, timeout: float) -> None:
+        now[0] += timeout
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(control.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(ray.exceptions.GetTimeoutError):
+        await_engines(evaluations().explorer, beat_s=400.0)
+    assert now[0] == control.START_S
 
 
 def test_without_an_explorer_ray_is_not_even_loaded() -> None:
