@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +12,24 @@ import ray
 from rft.algorithm import credit
 from rft.buffer.calls import AGAIN_S, BufferBroken
 from rft.buffer.delivery import Delivery, StoredGroup
-from rft.config import AlgorithmConfig, Config, ConfigError, MegatronConfig, TrainerConfig
+from rft.config import (
+    AlgorithmConfig,
+    Config,
+    ConfigError,
+    ExperienceBufferConfig,
+    MegatronConfig,
+    ModelConfig,
+    RowFormatConfig,
+    TrainerConfig,
+)
+from rft.data.chat import load_tokenizer
 from rft.data.packing import Cost, Packed, PackingPolicy, Stacked, cut_of
 from rft.data.updates import ONE_UPDATE, UpdateRule
 from rft.ground.experience import Batch, Experience, encode
+from rft.ground.names import read_hf_config
 from rft.ground.protocols import ActorHandle
-from rft.run.assembly import rule_of
+from rft.run.assembly import build_feed, rule_of
+from rft.tools.toy import write_model
 from rft.trainer import control
 from rft.trainer.control import QueueSource
 from rft.trainer.feed import WAITS, Feed
@@ -26,7 +40,7 @@ LENGTHS = [9, 3, 7, 5]
 class Alone:
     """One rank that is all of them."""
 
-    rank, dp = 0, 1
+    rank, dp, cp = 0, 1, 1
 
     def broadcast(self, item: Any) -> Any:
         return item
@@ -307,6 +321,28 @@ def test_tokens_of_another_model_and_no_temperature_are_refused() -> None:
     assert "1 of the step's 4" in temperature and "like 0 of" in temperature
     larger = Feed(Rows(), Alone(), recipe, 100, 1, Cost(), vocab=2)  # type: ignore[arg-type]
     assert larger.next(0, stopping=False) is not None, "1 is the last of two"
+
+
+def test_a_run_knows_which_tokens_its_model_has(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    tokenizer = load_tokenizer(ModelConfig(model_path=str(tmp_path / "model")))
+    hf = read_hf_config(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "response": "2"}\n')
+    config = Config(name="x")
+    config.algorithm = AlgorithmConfig(algorithm_type="sft", loss_agg_mode="token-mean")
+    config.buffer.trainer_input.experience_buffer = ExperienceBufferConfig(
+        "rows", "file", str(rows), format=RowFormatConfig("plaintext")
+    )
+    config.model.max_model_len, ranks = 64, Alone()
+
+    def built(vocab: int) -> Feed:
+        policy = SimpleNamespace(hf_config=hf | {"vocab_size": vocab}, multiple=1)
+        return build_feed(config, ranks, SimpleNamespace(policy=policy), tokenizer)  # type: ignore[arg-type]
+
+    assert built(hf["vocab_size"]).vocab == hf["vocab_size"]
+    with pytest.raises(ConfigError, match=r"row 1 of .* has vocab_size=3"):
+        built(3)
 
 
 def test_what_is_left_out_of_a_step_is_no_work_of_it() -> None:

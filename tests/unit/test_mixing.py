@@ -256,6 +256,8 @@ def test_each_kind_keeps_its_aggregation_in_every_update(tmp_path: Path) -> None
             packed.rows, packed.cu_seqlens, packed.cu_seqlens[1:], strict=False
         )
     }
+    # two responses, each of whose tokens counts whole; two rows of one trained token and its end
+    assert [whole[row] for row in range(4)] == pytest.approx([0.5, 0.5, 0.25, 0.25])
     for update in twice.updates:
         assert update.weights == pytest.approx([whole[row] for row in range(4)])
 

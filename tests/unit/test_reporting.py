@@ -5,6 +5,7 @@ before it wrote.
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,39 @@ def test_a_step_shows_its_best_and_its_worst_responses(tmp_path: Path) -> None:
         for shown in RunRecord(tmp_path).samples
     ]
     assert told == [(4, "samples", "1", "1", 1.0), (4, "samples", "1", "3", 3.0)]
+
+
+def test_rewards_that_are_told_are_those_that_there_are(tmp_path: Path) -> None:
+    """Those of tokens added up, none that failed, none of a response that others are compared with;
+    the work of a step is that of each of its epochs.
+    """
+    config = Config(name="x")
+    config.monitor = MonitorConfig(monitor_type="none", num_samples=2, detailed=True)
+    config.trainer.ppo_epochs = 3
+    text = SimpleNamespace(decode=str)
+    reporter = StepReporter(config, tmp_path, 0, text, Speed(1, None, False), pool=dict)
+
+    def one(reward: float, **more: Any) -> Experience:
+        return Experience(
+            tokens=[1, 2], prompt_length=1, action_mask=[1], group=0, reward=reward, **more
+        )
+
+    made = [
+        one(0.0, token_rewards=[7.0]),
+        one(5.0),
+        one(0.0, reward_outcome="error"),
+        one(9.0, info={"baseline": True}),
+    ]
+    work = {"packing/tokens": 2.0, "packing/forward_flops": 1e12}
+    reporter.step(1, {"time/train_s": 1.0, "time/step_s": 1.0} | work, made[:3])
+    reporter.step(2, {"time/train_s": 1.0, "time/step_s": 1.0}, made[1:])
+    reporter.close()
+    first, second = RunRecord(tmp_path).rows
+    assert (first["perf/tokens_per_s"], first["perf/tflops_per_gpu"]) == (6.0, 9.0)
+    assert (first["reward/p05"], first["reward/p95"]) == (5.1, 6.9)
+    assert (second["reward/p05"], second["reward/p95"]) == (5.0, 5.0)
+    shown = [row["reward"] for row in RunRecord(tmp_path).samples if row["step"] == 1]
+    assert shown == [0.0, 7.0]
 
 
 @pytest.mark.parametrize(("have", "wanted"), [(1, 4), (3, 4), (3, 8), (4, 4), (5, 4), (5, 1)])

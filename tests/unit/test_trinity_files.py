@@ -371,14 +371,18 @@ def test_a_section_of_a_stage_has_their_defaults(tmp_path: Path) -> None:
         f"algorithm: {own}\nexplorer: {{eval_interval: 7}}\n"
         f"stages:\n  - {{stage_name: one, algorithm: {own}, explorer: {{runner_per_model: 2}}}}\n"
         "  - {stage_name: two, algorithm: {algorithm_type: ppo}}\n"
+        "  - {stage_name: three, algorithm: {algorithm_type: gspo}}\n"
+    ).replace(
+        "kl_loss_fn", "policy_loss_fn_args: {loss_agg_mode: seq-mean-token-sum}, kl_loss_fn", 1
     )
     found = meant(tmp_path, text).config
-    one, two = found["stages"]
+    one, two, three = found["stages"]
     assert one["algorithm"]["optimizer"] == found["algorithm"]["optimizer"]
     assert one["algorithm"]["optimizer"]["min_lr_ratio"] == 0.01
     assert one["explorer"]["eval_interval"] == 100 and "explorer" not in two
     assert two["algorithm"]["optimizer"]["min_lr_ratio"] == 0.01
     assert two["algorithm"]["kl_loss_fn"] is None
+    assert three["algorithm"]["loss_agg_mode"] == "token-mean"
 
 
 def test_arguments_that_are_called_otherwise(tmp_path: Path) -> None:
