@@ -205,7 +205,7 @@ class CheckpointConfig(Section):
         "what is on disk is written over; default: 2 where that fits, else 1.3",
     ] = None
     host_memory_gb: Annotated[
-        PosFloat | None, "the same in GB per rank; default: what memory says"
+        FinitePosFloat | None, "the same in GB per rank; default: what memory says"
     ] = None
     rate_limit_mb: Annotated[NonNegFloat, "MB/s that one rank writes at most; 0: no limit"] = 0.0
     agent_deadline_s: Annotated[

@@ -7,14 +7,14 @@ user's own functions and, where programs are to run, begins one empty cell.
 import difflib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rft.agents.workflow import AgentSettings
-from rft.config import Config, TasksetConfig
+from rft.config import Config, ConfigError, TasksetConfig
 from rft.config.keys import spelled
 from rft.config.trinity_flows import refusal
 from rft.data import formats
@@ -56,7 +56,12 @@ def flows(
     ]
     # of a column that has no names in it the first one is told
     yield from all_of(
-        said for name in names for said in _workflow(c, key, name, taskset.workflow_args, at_start)
+        said
+        for name in names
+        for said in _named(
+            _place(c, key, taskset, "workflow", name),
+            _workflow(c, key, name, taskset.workflow_args, at_start),
+        )
     )
     if not [one for name in names for one in problems_of(workflows.resolve, name)]:
         yield from _strange(f"{key}.workflow_args", names, taskset.workflow_args)
@@ -64,10 +69,30 @@ def flows(
         said
         for name in sorted({reward_name(taskset), *named["reward_fn_key"]})
         if at_start or not plugins.is_own(name)
-        for said in _reward(c, key, name, taskset.reward_fn_args, at_start)
+        for said in _named(
+            _place(c, key, taskset, "reward_fn", name),
+            _reward(c, key, name, taskset.reward_fn_args, at_start),
+        )
     )
     if readable and "verl" in {taskset.default_reward_fn_type, *named["reward_fn_key"]}:
         yield from verl_rows(key, taskset)
+
+
+def _place(c: Config, key: str, taskset: TasksetConfig, kind: str, name: str) -> str:
+    """The key that this name is from: that of a column, of all sets, or of this one."""
+    default = f"default_{kind}_type"
+    if name != str(getattr(taskset, default)):
+        return f"{key}.format.{kind}_key"
+    is_usual = name == getattr(c.buffer.explorer_input, default)
+    return f"buffer.explorer_input.{default}" if is_usual else f"{key}.{default}"
+
+
+def _named(place: str, sentences: Iterable[str]) -> Iterator[str]:
+    """The sentences; what is said of a name that cannot be found, with its key."""
+    try:
+        yield from sentences
+    except ConfigError as error:
+        raise ConfigError(*(f"{place}: {said}" for said in error.problems)) from error
 
 
 def asked_of_rows(taskset: TasksetConfig, at_start: bool) -> tuple[bool, bool]:
@@ -176,7 +201,8 @@ def reward_args(c: Config, at_start: bool) -> Iterator[str]:
         if flow not in workflows.WORKFLOWS and refusal(flow):
             continue  # what it would score by is nobody's business
         if at_start or not plugins.is_own(reward_name(taskset)):
-            yield from all_of(_strange_args(key, taskset))
+            place = _place(c, key, taskset, "reward_fn", reward_name(taskset))
+            yield from all_of(_named(place, _strange_args(key, taskset)))
 
 
 def reward_name(taskset: TasksetConfig) -> str:

@@ -544,7 +544,11 @@ PLACES = (  # tried at a start only
     Rule("checkpoint_root_dir project name stage_name", _directory),
     Rule(f"{BUFFER}.path {BUFFER}.storage_type mode {SERVICE_TRAINS}", _stored, reads="algorithm"),
     Rule("cluster.master_port mode", _master_port),
-    Rule("explorer.proxy_port explorer.listen_address cluster.ray_address mode", _listens),
+    Rule(
+        "explorer.proxy_port explorer.listen_address cluster.ray_address mode",
+        _listens,
+        reads="explorer.rollout_model.enable_openai_api",
+    ),
     Rule("cluster.ray_address", _ray, late=True),
     Rule("cluster.ray_address", _token, late=True),
     Rule(

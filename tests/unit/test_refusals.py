@@ -351,7 +351,19 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     (f"{TASKSET}.storage_type=sql", f"{TASKSET}.path", "set storage_type=file"),
     (f"{TASKSET}.storage_type=queue", f"{TASKSET}.storage_type", "set file, or sql"),
     (f"{TASKSET}.format.workflow_key=way", f"{TASKSET}.format.workflow_key", "leave it out"),
-    (f"{TASKSET}.format.reward_fn_key=response", "unknown reward", "known are exact_match"),
+    (
+        f"{TASKSET}.format.reward_fn_key=response",
+        f"{TASKSET}.format.reward_fn_key: unknown reward",
+        "known are exact_match",
+    ),
+    (f"{TASKSET}.default_reward_fn_type=x", f"{TASKSET}.default_reward_fn_type: unknown", "known"),
+    (  # once, of two sets
+        "buffer.explorer_input.default_reward_fn_type=none "
+        f"{EVALS}=[{{name:a,path:EVAL,format:{{prompt_type:plaintext}}}}]",
+        "buffer.explorer_input.default_reward_fn_type: unknown reward 'none'",
+        "known are exact_match",
+    ),
+    ("trainer.checkpoint.host_memory_gb=inf", "trainer.checkpoint.host_memory_gb", "finite"),
     (
         f"{TASKSET}.task_selector.selector_type=hard",
         f"{TASKSET}.task_selector.selector_type",
