@@ -353,7 +353,8 @@ def _has_key() -> bool:
     return any(map(os.environ.get, CREDENTIALS)) or STORED.expanduser().exists()
 
 
-USUAL = "buffer.explorer_input.default_workflow_type buffer.explorer_input.default_reward_fn_type"
+GIVEN = "buffer.explorer_input"
+NAMED = f"{SETS} {GIVEN}.default_workflow_type {GIVEN}.default_reward_fn_type"
 TEMPLATES = "model.custom_chat_template model.chat_template_path"
 SIZES = f"{BATCH} buffer.batch_size buffer.step_counts algorithm.repeat_times"
 OF_SERVICE = (
@@ -410,15 +411,11 @@ def rules(at_start: bool) -> tuple[Rule, ...]:
             reads="trainer.trainer_type",
             applies=lambda c: c.mode in TRAINING and c.trainer.resume_from_path is not None,
         ),
-        Rule(
-            f"{TASKSET}.reward_fn_args",
-            partial(reward_args, at_start=at_start),
-            reads=f"{SETS} {USUAL}",
-        ),
+        Rule(f"{TASKSET}.reward_fn_args", partial(reward_args, at_start=at_start), reads=NAMED),
         Rule(
             f"{TASKSET}.path {TASKSET}s {TASKS}",
             partial(_tasksets, at_start=at_start),
-            reads=f"{SETS} {USUAL} {TYPE} explorer.auxiliary_models explorer.reward_timeout "
+            reads=f"{NAMED} {TYPE} explorer.auxiliary_models explorer.reward_timeout "
             f"{TEMPLATES} {MODEL} model.max_response_tokens",
         ),
         *(own if at_start else ()),

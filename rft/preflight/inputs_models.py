@@ -545,6 +545,12 @@ PLACES = (  # tried at a start only
     Rule(f"{BUFFER}.path {BUFFER}.storage_type mode {SERVICE_TRAINS}", _stored, reads="algorithm"),
     Rule("cluster.master_port mode", _master_port),
     Rule(
+        f"explorer.rollout_model.kv_cache_gb {AUXILIARY} {LENGTHS} {MODEL} device mode "
+        f"{SERVICE_TRAINS}",
+        memory_plan.small_caches,
+        reads="explorer.rollout_model",
+    ),
+    Rule(
         "explorer.proxy_port explorer.listen_address cluster.ray_address mode",
         _listens,
         reads="explorer.rollout_model.enable_openai_api",

@@ -22,14 +22,16 @@ holds more than is in use at a time (HEAP, measured).
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
 from rft.algorithm import recipe
-from rft.config import TRAINING, Config, RolloutModelConfig
+from rft.config import TRAINING, AuxiliaryModelConfig, Config, EngineConfig, is_remote
+from rft.config.choices import engines as engines_of
 from rft.config.layout import BASES, HELD, lora_of, stored_bytes
 from rft.ground.adapters import Lora, adapter_names
 from rft.ground.device import tile_columns
@@ -48,6 +50,7 @@ from rft.preflight.save_costs import state_bytes
 from rft.run.cards import engine_cards
 from rft.sync import transfer
 
+GIB = 2**30  # as vLLM counts
 GRADIENT = 4  # bytes: gradients are summed in fp32
 HEAP = 1.2  # of what a CPU's ranks keep for the backward pass: temporaries, and holes between
 WIDE = 6  # rows of the hidden size, in fp32, around the logits: states, their gradients, copies
@@ -164,7 +167,7 @@ def plan(config: Config) -> MemoryPlan:
         checkpoint=stored,
         export=trained * item,
         engine_weights=total * ITEM_BYTES[DTYPES[str(rollout.dtype)]] // workers,
-        engine_cache=int(rollout.kv_cache_gb * 1e9),
+        engine_cache=int(rollout.kv_cache_gb * GIB),
         received=0 if synchronizer.receive == "direct" else coming * item,
         served=trained * item if synchronizer.sync == "delta" else 0,
         kept=trained * item if config.trainer.checkpoint.versions != "none" else 0,
@@ -258,7 +261,7 @@ def logits(dims: Dims, config: Config, tokens: int) -> int:
     return tokens * (columns * (8 + item) + WIDE * 4 * dims.hidden)
 
 
-def cached_bytes(hf: dict[str, Any], rollout: RolloutModelConfig, tokens: float) -> int:
+def cached_bytes(hf: dict[str, Any], rollout: EngineConfig, tokens: float) -> int:
     """Keys and values of a sequence on one of an engine's workers. They share out heads, at least
     one each; latent attention has one row for all heads, which every worker holds.
     """
@@ -268,6 +271,22 @@ def cached_bytes(hf: dict[str, Any], rollout: RolloutModelConfig, tokens: float)
     seen = min(tokens, window_of(hf) or tokens)
     kept = sum(seen if short else tokens for short in windowed(hf) or [1] * dims.layers)
     return int(row * kept * ITEM_BYTES[DTYPES[str(rollout.dtype)]])
+
+
+def small_caches(config: Config) -> Iterator[str]:
+    """What to say of engines on a CPU: vLLM wants room for one sequence of full length."""
+    if config.device != "cpu" or config.mode == "train" or is_remote(config):
+        return
+    for key, engine in engines_of(config):
+        model = engine if isinstance(engine, AuxiliaryModelConfig) else config.model
+        longest = int(model.max_model_len or 0)
+        wanted = cached_bytes(read_hf_config(model.model_path), engine, longest)
+        if wanted > engine.kv_cache_gb * GIB:
+            least = ceil(105 * wanted / GIB) / 100  # in whole blocks, and one more
+            yield (
+                f"{key}.kv_cache_gb={engine.kv_cache_gb:g} has no room for a sequence of "
+                f"max_model_len={longest}: set it to {least:g}, or lower max_model_len"
+            )
 
 
 @cache

@@ -218,7 +218,7 @@ class RolloutEngine(EngineRoutes):
             "max_num_seqs": self.rollout.max_num_seqs,
             "tensor_parallel_size": self.workers,
             "enforce_eager": self.rollout.enforce_eager,
-            "seed": self.seed,
+            "seed": self.seed % 2**32,  # numpy's takes no other
             # of the distribution sampled from: after temperature, top-k, top-p
             "logprobs_mode": "processed_logprobs",
             # the next turn of an older group is not behind all first ones of younger groups

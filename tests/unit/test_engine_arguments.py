@@ -109,6 +109,11 @@ def test_what_rft_passes_itself_is_its_own(
     )
 
 
+def test_every_seed_that_a_run_may_have_is_one_of_numpys(toy: Path) -> None:
+    for seed, passed in ((7, 7), (2**32 + 5, 5), (-1, 2**32 - 1)):
+        assert engine(toy, "cuda", seed=seed)._arguments()["seed"] == passed
+
+
 def test_an_engine_beside_a_trainer_does_not_measure_what_is_free(
     toy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

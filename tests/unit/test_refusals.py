@@ -645,6 +645,11 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "run `make env-gym`",
     ),
     (
+        "device=cpu explorer.rollout_model.kv_cache_gb=1e-5",
+        "explorer.rollout_model.kv_cache_gb=1e-05 has no room",
+        "max_model_len=24: set it to 0.01, or",
+    ),
+    (
         "explorer.rollout_model.kv_cache_gb=0",
         "explorer.rollout_model.kv_cache_gb",
         "greater than 0",
