@@ -51,6 +51,7 @@ class Needs:
     tools: dict[str, str] = field(default_factory=dict)
     # of a task: the first of these columns that a row has is text, or a list of chat messages
     prompts: dict[str, str] = field(default_factory=dict)
+    is_spoken: bool = False  # such a prompt is what the model answers
     values: dict[str, str] = field(default_factory=dict)  # whatever they hold
     # of pairs, whose two answers are `answers`: their prompt, which they may begin with instead
     pairs: dict[str, str] = field(default_factory=dict)
@@ -75,13 +76,14 @@ def task_needs(config: FormatConfig, key: str, prompt: bool = True, answer: bool
     form = formats.of(config, key)
     tools = {"tools_key": config.tools_key} if config.tools_key else {}
     if config.prompt_type is not None and form.base == "messages":
-        return Needs({}, messages={"messages_key": config.messages_key}, tools=tools)
+        said = {"messages_key": config.messages_key}
+        return Needs({}, messages=said, tools=tools, is_spoken=prompt)
     text = {"system_prompt_key": config.system_prompt_key} if config.system_prompt_key else {}
     values: dict[str, str] = {}
     if config.response_key or (answer and form.base == "plaintext"):
         (text if answer else values)["response_key"] = config.response_column
     prompts = prompt_columns(config) if config.prompt_key or prompt else {}
-    return Needs(text, prompts=prompts, values=values, tools=tools)
+    return Needs(text, prompts=prompts, values=values, tools=tools, is_spoken=prompt)
 
 
 def prompt_columns(config: FormatConfig) -> dict[str, str]:
@@ -277,11 +279,13 @@ def check_row(row: dict[str, msgspec.Raw], where: str, needs: Needs, key: str) -
                 "which must be text"
             )
     for name, column in (needs.messages | needs.answers).items():
-        problem = messages_problem(bytes(found[name] or b""), name in needs.answers)
+        raw = bytes(found[name] or b"")
+        problem = messages_problem(raw, name in needs.answers)
+        problem = problem or (needs.is_spoken and answered_problem(raw)) or None
         if problem:
             raise ConfigError(f"{key}.format.{name}: {where}: {column!r} {problem}")
     if needs.prompts:
-        check_prompt(needs.prompts, found, row, where, key)
+        check_prompt(needs, found, row, where, key)
     for name in needs.pairs:
         check_pair(name, needs, found, where, key)
     for name, column in needs.tools.items():
@@ -293,13 +297,10 @@ def check_row(row: dict[str, msgspec.Raw], where: str, needs: Needs, key: str) -
 
 
 def check_prompt(
-    columns: dict[str, str],
-    found: dict[str, bytes | None],
-    row: Iterable[str],
-    where: str,
-    key: str,
+    needs: Needs, found: dict[str, bytes | None], row: Iterable[str], where: str, key: str
 ) -> None:
-    """The first of `columns` that the row has is text, or a list of chat messages."""
+    """The first of `needs.prompts` that the row has is text, or a list of chat messages."""
+    columns = needs.prompts
     there = [name for name in columns if found[name] is not None]
     if not there:
         refuse_prompt(columns, row, where, key)
@@ -314,7 +315,7 @@ def check_prompt(
             f"{key}.format.{name}: {where} has {value[:40].decode(errors='replace')} as "
             f"{column!r}, which must be text, or a list of chat messages"
         )
-    if problem:
+    if problem := problem or (needs.is_spoken and answered_problem(value)):
         raise ConfigError(f"{key}.format.{name}: {where}: {column!r} {problem}")
 
 
@@ -383,7 +384,8 @@ def messages_problem(raw: bytes, ends_with_assistant: bool) -> str | None:
             "format.prompt_type=plaintext"
         )
     if not messages or not all(isinstance(message.get("role"), str) for message in messages):
-        return 'needs at least one message, and "role" and "content" in each'
+        there = f"; the first has {', '.join(map(repr, messages[0]))}" if messages else ""
+        return f'needs at least one message, and "role" and "content" in each{there}'
     for message in messages:
         if problem := content_problem(message):
             return problem
@@ -393,6 +395,16 @@ def messages_problem(raw: bytes, ends_with_assistant: bool) -> str | None:
             "but supervised rows must end with the assistant's answer"
         )
     return None
+
+
+def answered_problem(raw: bytes) -> str | None:
+    """Of the messages of a task, which end where the model is to speak."""
+    if _messages_decoder.decode(unquoted(raw))[-1]["role"] != "assistant":
+        return None
+    return (
+        "ends with the assistant's words, so the model would be shown an answer: end it before, or "
+        "name the column of the question"
+    )
 
 
 def content_problem(message: dict[str, Any]) -> str | None:

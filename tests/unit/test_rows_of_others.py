@@ -63,9 +63,10 @@ def parquet(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def tasks(path: Path, **form: Any) -> list[Task]:
+def tasks(path: Path, spoken: bool = True, **form: Any) -> list[Task]:
+    """`spoken`: the workflow speaks the prompt."""
     config = TasksetConfig(path=str(path), shuffle=False, format=FormatConfig(**form))
-    check_taskset(config, TASKS)
+    check_taskset(config, TASKS, prompt=spoken)
     return list(Taskset(config, DEFAULTS))
 
 
@@ -121,9 +122,8 @@ def test_objects_of_a_table_have_no_fields_of_other_rows(tmp_path: Path, tokeniz
             for name in ("f", "g")
         ),
     )
-    for name, task in zip(
-        "fg", tasks(path, prompt_type="messages", tools_key="tools"), strict=True
-    ):
+    form = {"prompt_type": "messages", "tools_key": "tools"}
+    for name, task in zip("fg", tasks(path, spoken=False, **form), strict=True):
         assert task.tools == [{"name": name, "properties": {name: {"type": "number"}}}]
         assert task.prompt[1] == called(name, **{name: 1}) | {"content": ""}
     read = learned(tokenizer, path, tools_key="tools", chat_template=TOOLS)
@@ -305,7 +305,26 @@ def test_a_column_of_tools_that_no_row_has_is_refused(
     with pytest.raises(ConfigError, match=r"format\.tools_key: .* (no 'tool'|has a 'tool')"):
         learned(tokenizer, path, tools_key="tool", chat_template=TOOLS)
     with pytest.raises(ConfigError, match=r"format\.tools_key: .* (no 'tool'|has a 'tool')"):
-        tasks(path, tools_key="tool")
+        tasks(path, spoken=False, tools_key="tool")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("name", ["messages", "prompt"])
+def test_a_task_that_shows_its_answer_is_refused(tmp_path: Path, suffix: str, name: str) -> None:
+    """Rows to learn (OpenR1's, Tulu's) hold the dialogue with its answer."""
+    write = lines if suffix == ".jsonl" else parquet
+    path = write(tmp_path / f"a{suffix}", {name: [ASKED, said("4")], "response": "4"})
+    form = {"prompt_key": name} if name == "prompt" else {"prompt_type": "messages"}
+    with pytest.raises(ConfigError, match="row 1|line 1") as refused:
+        tasks(path, **form)
+    assert f"'{name}' ends with the assistant's words, so the model" in str(refused.value)
+    assert tasks(path, spoken=False, **form), "an agent may do with it what it likes"
+
+
+def test_rows_of_sharegpt_are_told_what_they_have(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"messages": [{"from": "human", "value": "2+2="}]})
+    with pytest.raises(ConfigError, match="in each; the first has 'from', 'value'"):
+        tasks(path, prompt_type="messages")
 
 
 def test_an_answer_that_has_the_end_of_a_turn_inside_is_learned_whole(
@@ -404,7 +423,7 @@ def test_columns_inside_others_are_read_wherever_they_are_named(
     assert tasks(path, **text)[0].prompt == [{"role": "system", "content": "add"}, ASKED]
     assert learned(tokenizer, path, **text)[0][0].startswith("<|system|>add<|end|>")
     chat = {"prompt_type": "messages", "messages_key": "x.messages", "tools_key": "x.tools"}
-    assert tasks(path, **chat)[0].tools == [{"name": "f"}]
+    assert tasks(path, spoken=False, **chat)[0].tools == [{"name": "f"}]
     ((prompt, answer),) = learned(tokenizer, path, chat_template=TOOLS, **chat)
     assert prompt.startswith('({"name": "f"})') and answer == "4<|end|>"
 

@@ -107,11 +107,11 @@ def test_whether_a_model_thinks_reaches_its_template(
     model = received(taken(tmp_path, raw)).model
     assert model.enable_thinking is thinks
     model.model_path = str(assets / "model")
-    template = "{{ enable_thinking if enable_thinking is defined else 'unsaid' }}"
+    template = "a{{ enable_thinking if enable_thinking is defined else 'unsaid' }}"
     tokenizer = load_tokenizer(model)
     ids = render_messages(tokenizer, [{"role": "user", "content": "a"}], template)
     said = "unsaid" if thinks is None else str(thinks)
-    assert ids == list(tokenizer.encode(said, add_special_tokens=False))
+    assert ids == list(tokenizer.encode(f"a{said}", add_special_tokens=False))
 
 
 @pytest.mark.verify
