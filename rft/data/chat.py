@@ -30,6 +30,8 @@ from rft.ground.experience import Task
 _ANSWER = "[[answer]]"  # stands for an assistant's words when the end of its turn is looked up
 HALF = re.compile("[\ud800-\udfff]")
 WORD = re.compile(r"\w+")
+# what a message says beside its content; of thoughts each template has a name of its own
+SAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARKED = (
     "give a template that marks answers with {% generation %} as format.chat_template, or set "
@@ -274,9 +276,15 @@ class Dialogues:
         self, messages: Messages, tools: Messages | None = None
     ) -> tuple[list[int], Spans]:
         """Ids of the whole dialogue, learned in every assistant's turn."""
-        if not self.marks_answers:
-            return self.answers(messages, answers_of(messages), tools)
+        all_of_them = answers_of(messages)
+        # OpenAI's and Mistral's way to say that an answer is read and not learned
+        learned = [number for number in all_of_them if messages[number].get("weight") != 0]
+        if not learned:
+            raise ConfigError("every answer has weight 0: leave the row out")
+        if not self.marks_answers or learned != all_of_them:
+            return self.answers(messages, learned, tools)
         self._check_shown(messages, tools)
+        chat_text(self.tokenizer, messages, self.template, False, tools=tools)  # refuses roles
         made = _templated(
             self.tokenizer,
             messages,
@@ -337,12 +345,14 @@ class Dialogues:
     def _check_shown(self, messages: Messages, tools: Messages | None) -> None:
         """Refuse what the template would leave out without a word."""
         template = str(self.template or self.tokenizer.chat_template)
-        called = any(message.get("tool_calls") for message in messages)
-        for name, has in (("tools", tools), ("tool_calls", called)):
-            if has and name not in template:
+        there = {name for message in messages for name in SAID if message.get(name)}
+        for name in (*(["tools"] if tools else []), *sorted(there)):
+            if not re.search(rf"\b{name}\b", template):
+                has = [one for one in SAID if re.search(rf"\b{one}\b", template)]
                 raise ConfigError(
-                    f"the row has {name}, and the chat template shows none: give one that does as "
-                    "format.chat_template, or leave them out of the row"
+                    f"the row has {name}, and the chat template shows none (it knows "
+                    f"{', '.join(has) or 'content alone'}): rename it, give one that does as "
+                    "format.chat_template, or leave it out of the row"
                 )
 
     def _start(self, text: str, messages: Messages, number: int, tools: Messages | None) -> int:

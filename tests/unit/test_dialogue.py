@@ -129,6 +129,32 @@ def test_a_message_that_the_template_leaves_out_is_refused(role: str) -> None:
     assert render_messages(tokenizer, talk)
 
 
+@pytest.mark.parametrize("name", STYLES)
+def test_an_answer_of_weight_0_is_read_and_not_learned(name: str) -> None:
+    talk = [dict(message, weight=1) for message in TALK]
+    assert both(name, talk)[0] == EVERY[name]
+    talk[1]["weight"] = 0
+    assert both(name, talk)[0].rstrip() == both(name, TALK)[1].rstrip()
+    talk[3]["weight"] = 0.0
+    with pytest.raises(ConfigError, match="every answer has weight 0"):
+        both(name, talk)
+
+
+@pytest.mark.parametrize("said", ["thinking", "reasoning_content", "function_call"])
+def test_what_a_template_does_not_write_of_an_answer_is_refused(said: str) -> None:
+    talk = [*TALK[:3], TALK[3] | {said: "hm"}]
+    with pytest.raises(ConfigError, match=f"has {said}, .* knows content alone.: rename it"):
+        both("chatml", talk)
+    # a variable of the template that has the word inside is none of a message
+    inside = CHATML.template + "{% if enable_thinking %}{{ m.reasoning_content }}{% endif %}"
+    dialogues = Dialogues(tokenizer_of(CHATML), inside)
+    if said == "reasoning_content":
+        assert dialogues.last_answer(talk)
+    else:
+        with pytest.raises(ConfigError, match=f"has {said}, .* knows reasoning_content"):
+            dialogues.last_answer(talk)
+
+
 def test_a_developer_is_the_system() -> None:
     said = [{"role": "developer", "content": "be brief"}, *TALK]
     assert clean_messages(said)[0] == {"role": "system", "content": "be brief"}
