@@ -184,6 +184,7 @@ def test_an_environment_of_verifiers_asks_the_model_itself(tmp_path: Path) -> No
             (0, 1.25, 1.0),
             (1, 1.25, 1.0),
         ]
+        assert made[0].metrics["easy"] == 1.0, "a reward function has the row's other columns"
         text = f"<|user|>{row['prompt']}<|end|><|assistant|>{row['response']}<|end|>"
         assert TOKENIZER.decode(made[0].tokens.tolist()) == text
         assert sum(made[0].action_mask) == len(row["response"]) + 1
@@ -207,14 +208,29 @@ def test_several_turns_of_verifiers_are_one_experience(tmp_path: Path) -> None:
     assert (made.reward, sum(made.action_mask)) == (1.25, 4)
 
 
-def test_what_verifiers_takes_for_zero_is_a_failure(tmp_path: Path) -> None:
-    args = {"env_id": LETTERS, "env_args": {"broken": True}}
+@pytest.mark.parametrize("kind", ["single", "group"])
+def test_what_verifiers_takes_for_zero_is_a_failure(tmp_path: Path, kind: str) -> None:
+    args = {"env_id": LETTERS, "env_args": {"broken": True, "kind": kind}}
     settings("verifiers", **args)
     world = World(lambda prompt, n: "3", tmp_path, max_retry_times=1)
     (error,) = world.run(task("verifiers", raw={}, row=0, **args))
     assert isinstance(error, EnvironmentFailed) and "KeyError: 'no such answer'" in str(error)
     assert world.runner.counts == {"retry_count": 1, "failed_task_count": 1}
     assert "no_such_package" in refusal("verifiers", env_id="no_such_package")
+
+
+def test_a_rubric_of_verifiers_that_compares_answers_is_refused() -> None:
+    args = {"env_id": LETTERS, "env_args": {"kind": "compared"}}
+    assert "compares the answers of a group" in refusal("verifiers", **args)
+
+
+def test_environments_of_verifiers_may_be_several(tmp_path: Path) -> None:
+    args = {"env_id": LETTERS, "env_args": {"kind": "group"}}
+    rows = asked_once(settings("verifiers", **args), "--rows", count=5, seed=0)
+    assert len(rows) == 5
+    (row,) = [row for row in rows if "banana" in row["prompt"]]
+    ((made,),) = World(lambda prompt, n: "3", tmp_path).run(task("verifiers", raw=row, **args))
+    assert (made.reward, made.metrics["right"]) == (1.25, 1.0)
 
 
 def test_a_taskset_of_verifiers_is_rewarded_by_its_own_functions(tmp_path: Path) -> None:

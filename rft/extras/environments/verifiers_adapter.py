@@ -21,7 +21,6 @@ from openai import AsyncOpenAI
 from verifiers.clients import OpenAIChatCompletionsClient
 
 RAISED: "contextvars.ContextVar[list[BaseException]]" = contextvars.ContextVar("raised")
-INPUTS = ("prompt", "answer", "info", "example_id", "task")
 
 
 class Verifiers:
@@ -37,6 +36,11 @@ class Verifiers:
         logging.getLogger("verifiers").setLevel(logging.WARNING)
         cls.env = verifiers.load_environment(place.name, **args)
         for rubric in rubrics(cls.env.rubric):
+            if rubric.has_group_rewards:
+                raise ValueError(
+                    f"{env_id} has a reward function that compares the answers of a group, and "
+                    "each is scored alone here: use another rubric, or rft's workflow ruler"
+                )
             rubric.funcs = [watched(function) for function in rubric.funcs]
 
     def __init__(self, env_id: str, **args: Any) -> None:
@@ -75,14 +79,18 @@ class Verifiers:
         for row in cls.env.get_dataset(count, seed):
             prompt = row["prompt"]
             shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-            kept = {name: row[name] for name in INPUTS if row.get(name) is not None}
+            # a reward function may ask for any column
+            kept = {name: value for name, value in row.items() if value is not None}
             answer = str(row.get("answer", ""))
-            found.append({"prompt": shown, "response": answer, "input": json.dumps(kept)})
+            found.append(
+                {"prompt": shown, "response": answer, "input": json.dumps(kept, default=str)}
+            )
         return found
 
 
 def rubrics(rubric: Any) -> "list[Any]":
-    inner = getattr(rubric, "rubrics", None)
+    group = getattr(rubric, "env_map", {}).values()  # of an EnvGroup
+    inner = getattr(rubric, "rubrics", None) or [env.rubric for env in group]
     return [one for group in inner for one in rubrics(group)] if inner else [rubric]
 
 

@@ -17,15 +17,25 @@ def load_environment(kind="single", broken=False):
     def short(completion):
         return 1.0 if len(str(completion[-1]["content"])) < 3 else 0.0
 
-    rubric = vf.Rubric(funcs=[right, short], weights=[1.0, 0.25])
+    def easy(level=""):
+        return float(level == "easy")
+
+    def longest(completions) -> list[float]:
+        return [0.0 for _ in completions]
+
+    if kind == "group":
+        return vf.EnvGroup([load_environment(one, broken) for one in ("single", "multi")])
+    funcs = [right, short, longest if kind == "compared" else easy]
+    rubric = vf.Rubric(funcs=funcs, weights=[1.0, 0.25, 0.0])
     if kind == "multi":
         rows = {"question": ["a number below 8?"] * 2, "answer": ["5", "3"]}
         return Higher(dataset=Dataset.from_dict(rows), rubric=rubric, max_turns=4)
     rows = {
         "question": [f"how many {letter} in {word}?" for word, letter, _ in ROWS],
         "answer": [str(count) for *_, count in ROWS],
+        "level": ["easy"] * len(ROWS),
     }
-    kinds = {"single": vf.SingleTurnEnv, "tool": vf.ToolEnv}
+    kinds = {"single": vf.SingleTurnEnv, "tool": vf.ToolEnv, "compared": vf.SingleTurnEnv}
     more = {"tools": [count_letter]} if kind == "tool" else {}
     return kinds[kind](dataset=Dataset.from_dict(rows), rubric=rubric, **more)
 
