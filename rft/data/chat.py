@@ -99,6 +99,22 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": json.loads(arguments or "{}")} if said else call
 
 
+def _called_in_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A call as DeepSeek's templates take it: they join texts, and an empty content is another
+    answer to them.
+    """
+    if not (calls := message.get("tool_calls")):
+        return message
+    found = {**message, "tool_calls": [_in_text(one) for one in calls]}
+    return found if message.get("content") else {**found, "content": None}
+
+
+def _in_text(call: dict[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _in_text(call["function"])}
+    return {**call, "arguments": json.dumps(call.get("arguments"), ensure_ascii=False)}
+
+
 def import_tokenizers() -> None:
     """What a first tokenizer would wait for; these names are imported when they are asked for."""
     library = importlib.import_module("transformers")
@@ -173,10 +189,15 @@ def _templated(tokenizer: Any, messages: list[dict[str, Any]], **args: Any) -> A
     """Raises ConfigError for what the template itself refuses, or cannot write."""
     from jinja2 import TemplateError
 
+    args = getattr(tokenizer, "template_args", {}) | args
     try:
-        return tokenizer.apply_chat_template(
-            messages, **(getattr(tokenizer, "template_args", {}) | args)
-        )
+        try:
+            return tokenizer.apply_chat_template(messages, **args)
+        except TypeError:
+            in_text = [_called_in_text(message) for message in messages]
+            if in_text == messages:
+                raise
+            return tokenizer.apply_chat_template(in_text, **args)
     except (TemplateError, TypeError, ValueError) as error:
         raise ConfigError(f"the chat template does not take these messages: {error}") from error
 

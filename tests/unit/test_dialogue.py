@@ -108,6 +108,23 @@ def test_a_call_that_ends_with_a_token_of_its_own_has_no_other_end() -> None:
     )
 
 
+def test_calls_are_text_where_a_template_joins_texts() -> None:
+    """As DeepSeek's do, to which an empty content beside a call is an answer of its own."""
+    template = (
+        "{% for m in messages %}{% if m.tool_calls %}<Assistant>{{ '<call>' + "
+        "m.tool_calls[0].function.arguments }}<eos>{% endif %}{% if m.content is not none %}"
+        "{{ '<Assistant>' if m.role == 'assistant' else '<User>' }}{{ m.content }}<eos>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<Assistant>{% endif %}"
+    )
+    called = {"function": {"name": "f", "arguments": '{"a": "x"}'}}
+    (call,) = clean_messages([{"role": "assistant", "content": None, "tool_calls": [called]}])
+    dialogues = Dialogues(tokenizer_of(STYLES["deepseek"]), template)
+    found = shown(dialogues.tokenizer, *dialogues.every_answer([TALK[0], call, *TALK[2:]]))
+    assert found == (
+        '<User>a<eos><Assistant>{<call>{"a": "x"}<eos>}<User>c<eos><Assistant>{d<eos>}'
+    )
+
+
 def test_an_answer_that_is_written_otherwise_before_others_is_refused() -> None:
     """Its words have the end of a turn, so only the text of the dialogue up to it tells its end."""
     talk = [dict(message) for message in TALK]

@@ -563,6 +563,21 @@ def test_mistrals_templates_take_calls_and_their_results(tmp_path: Path) -> None
     run(scenario, tmp_path, lambda p, n: call, template=MISTRAL, context=2048)
 
 
+def test_tools_that_a_template_does_not_show_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        api = client(endpoint, endpoint.registry.open().id)
+        for _ in range(2):
+            await api.chat.completions.create(model="m", messages=[user("a")], tools=[WEATHER])
+
+    run(scenario, tmp_path)
+    assert caplog.text.count("asked with tools, and its chat template shows none") == 1
+    caplog.clear()
+    run(scenario, tmp_path, template=TOOLS)
+    assert "tools" not in caplog.text
+
+
 def test_what_an_engine_refuses_is_the_clients_mistake(tmp_path: Path) -> None:
     async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         api = client(endpoint, endpoint.registry.open().id)

@@ -418,6 +418,16 @@ def test_tools_of_ones_own_and_calls_that_cannot_be_made(run: Any) -> None:
     assert (made.metrics["tools/calls"], made.metrics["tools/failed"]) == (4.0, 3.0)
 
 
+def test_results_of_tools_have_the_ids_that_mistrals_templates_want() -> None:
+    flow = ToolUse()
+    flow.made = flow.failed = 0
+    flow.known = {"f": Tool("f", "", lambda: "5")}
+    told = asyncio.run(flow.step('<tool_call>{"name": "f"}</tool_call>' * 2))
+    assert [one["content"] for one in told or []] == ["5", "5"]
+    known = {one["tool_call_id"] for one in told or []}
+    assert len(known) == 2 and all(len(one) == 9 and one.isalnum() for one in known)
+
+
 # Judges
 
 

@@ -9,6 +9,7 @@ One of them is the policy, whose answers are recorded; the others have weights t
 recorded conversation goes on.
 """
 
+import logging
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ from rft.ground.experience import Completion, GenerateRequest, Sampling
 from rft.rollout.answers import RunAnswers
 from rft.rollout.engine_weights import RequestRefused
 from rft.rollout.pool import EnginePool
+
+log = logging.getLogger(__name__)
 
 
 class Model:
@@ -46,6 +49,7 @@ class Model:
         self.max_model_len = max_model_len
         self.parser = parser
         self.stop_token = end_of_turn(tokenizer, template)
+        self.shows_tools = "tools" in str(template or tokenizer.chat_template)
 
     def prompt(self, asked: Asked, place: Continuation | None) -> list[int]:
         """The ids to go on from. `place`: what they are of a conversation that is recorded."""
@@ -78,6 +82,13 @@ class Model:
 
     def _render(self, asked: Asked, messages: list[dict[str, Any]]) -> str:
         tools = {"tools": asked.tools} if asked.tools else {}
+        if tools and not self.shows_tools:
+            self.shows_tools = True  # told once
+            log.warning(
+                "%s is asked with tools, and its chat template shows none: it knows of them only "
+                "what messages say; give a template that does as model.chat_template_path",
+                self.name,
+            )
         return chat_text(self.tokenizer, messages, self.template, **tools, **asked.template_args)
 
     def _ids(self, text: str) -> list[int]:

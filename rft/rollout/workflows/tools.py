@@ -216,9 +216,11 @@ class ToolUse(MultiTurn):
         asked = calls(answer)
         if not asked:
             return None
+        told = await together(*map(self.answer_to, asked))
         return [
-            {"role": "tool", "content": said}
-            for said in await together(*map(self.answer_to, asked))
+            # Mistral's templates want an id, of nine letters and digits
+            {"role": "tool", "content": said, "tool_call_id": f"call{number:05}"}
+            for number, said in enumerate(told)
         ]
 
     async def answer_to(self, call: ToolCall) -> str:
