@@ -95,7 +95,7 @@ REJECTED = {
     "geometric": "geometric",
 }
 SERVICES = ("wandb", "tensorboard", "mlflow")
-MANAGERS = ("naive", "dapo", "prime")
+MANAGERS = ("naive", "dapo", "prime", "remote")  # all but dapo differ in where they score
 LARGEST_SHARE = 0.6  # of a card's memory, for an engine beside a trainer
 
 

@@ -401,6 +401,7 @@ def test_a_newer_name_is_told_as_it_was_written(tmp_path: Path) -> None:
     _, problems = config_file.read_file([verl_words.FLAG, str(file)])
     [told] = config_file.located(ConfigError(*(one.sentence for one in problems))).problems
     assert told.startswith(f"{file}:3") and "reward.reward_model.enable=True is refused" in told
+    assert not read("reward.reward_manager.name=remote").problems, "in processes, as here always"
     both = read("reward.reward_manager.name=naive", "reward_model.reward_manager=dapo")
     [line] = [note.line for note in both.notes if note.place == "reward.reward_manager.name"]
     assert "reward_model.reward_manager is given too" in line
