@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,6 +103,16 @@ class RunRecord:
     @cached_property
     def samples(self) -> list[Row]:
         return read_lines(self.directory / "samples.jsonl")
+
+    @property
+    def sampled_steps(self) -> list[int]:
+        """Found without keeping what the lines tell, gigabytes in a long run."""
+        steps = map(_step, _whole_lines(self.directory / "samples.jsonl"))
+        return sorted({step for step in steps if step is not None})
+
+    def samples_at(self, steps: Collection[int]) -> list[Row]:
+        lines = _whole_lines(self.directory / "samples.jsonl")
+        return [json.loads(line) for line in lines if _step(line) in steps]
 
     @property
     def is_complete(self) -> bool:

@@ -102,7 +102,7 @@ def page(found: dict[str, Any]) -> str:
 def gather(run: Path) -> dict[str, Any]:
     """Everything that the page shows. Raises ValueError for a directory without a run in it."""
     run = run.resolve()
-    tracks = timeline.load(run)
+    tracks = timeline.load(run, ends_only=True)
     stages = [stage(RunRecord(directory), run, tracks) for directory in timeline.stage_dirs(run)]
     found = {"name": run.name, "directory": str(run), "stages": stages}
     return redact.record(found)  # type: ignore[no-any-return]
@@ -211,16 +211,16 @@ def time_spent(record: RunRecord) -> dict[str, Any] | None:
 
 def samples(record: RunRecord) -> list[Row]:
     """Rollouts of a few steps from first to last, and those of the evaluations of these steps."""
-    by_step: dict[int, list[Row]] = {}
-    for line in record.samples:
-        told = {name: value for name, value in line.items() if value is not None}
-        by_step.setdefault(line["step"], []).append(told)
-    steps = sorted(by_step)
+    steps = record.sampled_steps
     if len(steps) > SAMPLED_STEPS:
         steps = sorted(
             {steps[round(i * (len(steps) - 1) / (SAMPLED_STEPS - 1))] for i in range(SAMPLED_STEPS)}
         )
-    return [{"step": step, "rows": by_step[step]} for step in steps]
+    by_step: dict[int, list[Row]] = {step: [] for step in steps}
+    for line in record.samples_at(by_step):
+        told = {name: value for name, value in line.items() if value is not None}
+        by_step[line["step"]].append(told)
+    return [{"step": step, "rows": rows} for step, rows in by_step.items()]
 
 
 def checkpoints(record: RunRecord, tracks: Sequence[Track]) -> list[Row]:

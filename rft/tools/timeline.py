@@ -8,13 +8,15 @@ last line is left out; the run is only read.
 """
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rft.monitor.logs import attempts
 
@@ -23,6 +25,10 @@ Event = dict[str, Any]
 NEEDED = {"name", "ph", "ts", "tid"}  # of an event; what has them not is not a line of rft's
 # of the end that the report draws: so many steps, if they take no longer, and so many spans at most
 LAST_STEPS, WINDOW_US, SPANS = 12, 20e6, 4000
+# of the end of what a process has recorded, in the newest attempt and in those before: all that the
+# report reads of its spans, for a long run of many processes has recorded more than fits in memory
+TAIL, TAIL_BEFORE = 2 * 2**20, 2**16
+HAPPENED = (b'"ph":"i"', b'"ph":"M"')  # what is read before that
 
 
 @dataclass
@@ -99,18 +105,31 @@ def begun(job: Path) -> float:
     return first.stat().st_mtime
 
 
-def load(run: Path) -> list[Track]:
-    """All tracks of a run, in the order of the page."""
-    tracks: list[Track] = []
-    for directory in stage_dirs(run):
+def load(run: Path, ends_only: bool = False) -> list[Track]:
+    """All tracks of a run, in the order of the page; `ends_only`: of their spans, the last ones."""
+    found = _found(run)
+    newest = {track.stage: track.attempt for track, _ in found}
+    for track, files in found:
+        of_end = TAIL if track.attempt == newest[track.stage] else TAIL_BEFORE
+        track.events = _events(files, of_end) if ends_only else list(_all(files))
+    return [track for track, _ in found]
+
+
+def _found(run: Path) -> list[tuple[Track, list[Path]]]:
+    """Tracks, not yet read, in the order of the page, with their files, the older one first."""
+    found: list[tuple[Track, list[Path]]] = []
+    directories = stage_dirs(run)
+    for directory in directories:
         stage = directory.name if directory != run else ""
         for number, attempt in attempts(directory):
-            tracks += [_track(stage, number, parts) for parts in _processes(attempt / "trace")]
-    places = {directory.name: place for place, directory in enumerate(stage_dirs(run))}
-    tracks.sort(key=lambda track: (places.get(track.stage, 0), *track.order))
-    for number, track in enumerate(tracks, start=1):
+            for files in _processes(attempt / "trace"):
+                part = re.sub(r"-\d+$", "", files[-1].name.removesuffix(".json"))
+                found.append((Track(stage, number, part, 0), files))
+    places = {directory.name: place for place, directory in enumerate(directories)}
+    found.sort(key=lambda one: (places.get(one[0].stage, 0), *one[0].order))
+    for number, (track, _) in enumerate(found, start=1):
         track.number = number
-    return tracks
+    return found
 
 
 def _processes(directory: Path) -> list[list[Path]]:
@@ -121,35 +140,47 @@ def _processes(directory: Path) -> list[list[Path]]:
     return list(grouped.values())
 
 
-def _track(stage: str, attempt: int, parts: list[Path]) -> Track:
-    part = re.sub(r"-\d+$", "", parts[-1].name.removesuffix(".json"))
-    return Track(stage, attempt, part, 0, [event for path in parts for event in events_of(path)])
+def _all(files: Sequence[Path]) -> Iterator[Event]:
+    return (event for path in files for event in events_of(path))
 
 
-def events_of(path: Path) -> Iterator[Event]:
-    """Every whole event of one file."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        line = line.rstrip(",")
-        if not line.startswith("{") or not line.endswith("}"):
-            continue
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:  # torn: its process was killed within the write
-            continue
-        if event.keys() >= NEEDED and isinstance(event["ts"], int | float):
-            yield event
+def _events(files: Sequence[Path], of_end: int) -> list[Event]:
+    """What happened, and all of the last `of_end` bytes."""
+    found: list[Event] = []
+    for path in reversed(files):
+        size = path.stat().st_size
+        found = [*events_of(path, max(0, size - of_end)), *found]
+        of_end = max(0, of_end - size)
+    return found
 
 
-def joined(tracks: list[Track]) -> Iterator[Event]:
-    """The events of all tracks; time starts with the first."""
-    start = min((event["ts"] for track in tracks for event in track.events), default=0.0)
-    for track in tracks:
-        yield _about(track, "process_name", name=track.title)
-        yield _about(track, "process_sort_index", sort_index=track.number)
-        for event in track.events:
-            if event["ph"] != "M":
-                yield event | {"pid": track.number, "ts": round(event["ts"] - start, 1)}
-        yield from _endings(track, start)
+def events_of(path: Path, begin: int = 0) -> Iterator[Event]:
+    """Every whole event of one file from `begin` on; before that, what happened."""
+    at = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            at += len(line)
+            if at <= begin and not any(kind in line for kind in HAPPENED):
+                continue
+            text = line.rstrip(b",\n")
+            if not text.startswith(b"{") or not text.endswith(b"}"):
+                continue
+            try:
+                event = msgspec.json.decode(text)
+            except msgspec.DecodeError:  # torn: its process was killed within the write
+                continue
+            if event.keys() >= NEEDED and isinstance(event["ts"], int | float):
+                yield event
+
+
+def joined(track: Track, start: float) -> Iterator[Event]:
+    """The events of one; time begins at `start`."""
+    yield _about(track, "process_name", name=track.title)
+    yield _about(track, "process_sort_index", sort_index=track.number)
+    for event in track.events:
+        if event["ph"] != "M":
+            yield event | {"pid": track.number, "ts": round(event["ts"] - start, 1)}
+    yield from _endings(track, start)
 
 
 def _about(track: Track, what: str, **args: Any) -> Event:
@@ -258,18 +289,24 @@ def write(run: Path) -> Path:
 
     Raises ValueError where nothing was.
     """
-    tracks = load(run)
-    if not any(track.events for track in tracks):
+    found = _found(run)
+    firsts = [event["ts"] for _, files in found for event in islice(_all(files), 1)]
+    if not firsts:
         raise ValueError(
             f"{run} has recorded no timeline: "
             "it ran with monitor.trace=false, or before rft had one"
         )
     path = run / "timeline.json"
-    with path.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        for number, event in enumerate(joined(tracks)):
-            file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
-        file.write("\n]}\n")
+    with path.open("wb") as file:
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        separator = b""
+        for track, files in found:
+            track.events = list(_all(files))
+            for event in joined(track, min(firsts)):
+                file.write(separator + msgspec.json.encode(event))
+                separator = b",\n"
+            track.events = []  # a long run's do not fit into memory together
+        file.write(b"\n]}\n")
     return path
 
 

@@ -230,6 +230,38 @@ def test_attempts_and_processes_become_tracks_of_their_own_in_a_readable_order(
     )
 
 
+def test_of_a_long_run_a_report_reads_what_happened_and_the_last_spans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two files of a process as of one, and little of an attempt that is over."""
+
+    def line(name: str, phase: str, at: float) -> str:
+        return f'{{"name":"{name}","ph":"{phase}","ts":{at},"pid":7,"tid":1}},\n'
+
+    def spans(first: int, last: int) -> str:
+        pairs = (line("train", "B", at) + line("train", "E", at + 0.5) for at in range(first, last))
+        return "".join(pairs)
+
+    for attempt in (1, 2):
+        directory = tmp_path / "logs" / f"attempt_{attempt}" / "trace"
+        directory.mkdir(parents=True)
+        older = line("process_name", "M", 0) + line("version 1", "i", 1) + spans(2, 500)
+        newer = line("process_name", "M", 500) + spans(501, 600) + line("failed", "i", 600)
+        (directory / "rank_0-7.before.json").write_text(older)
+        (directory / "rank_0-7.json").write_text(newer)
+    monkeypatch.setattr(timeline, "TAIL", len(newer) + 1000)
+    monkeypatch.setattr(timeline, "TAIL_BEFORE", 1000)
+    over, newest = timeline.load(tmp_path, ends_only=True)
+    for track, begin in ((over, 590), (newest, 491)):
+        told = [event["name"] for event in track.events if event["ph"] == "i"]
+        assert told == ["version 1", "failed"] and track.events[0]["ph"] == "M"
+        begun = [at for _, at, *_ in track.spans()]
+        assert begin <= begun[0] <= begin + 10 and begun == [
+            at for at in range(begun[0], 600) if at != 500
+        ]
+    assert len(timeline.load(tmp_path)[0].events) > 1000
+
+
 def test_a_directory_without_a_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
