@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             asked = json.loads(self.rfile.read(int(length)) or b"{}")
             with self.server.asking:
-                found = json.dumps(answer(asked)).encode()
+                found = json.dumps(answer(asked), allow_nan=False).encode()
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             what = (
                 str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"

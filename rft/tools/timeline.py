@@ -284,7 +284,7 @@ def _restart(before: Track, track: Track) -> dict[str, Any]:
     return _happening(track, track.events[0], "restart", what, f"the one before {cause}")
 
 
-def write(run: Path) -> Path:
+def write(run: Path, out: Path | None = None) -> Path:
     """Join what `run` has recorded; returns the timeline's path.
 
     Raises ValueError where nothing was.
@@ -296,7 +296,7 @@ def write(run: Path) -> Path:
             f"{run} has recorded no timeline: "
             "it ran with monitor.trace=false, or before rft had one"
         )
-    path = run / "timeline.json"
+    path = out or run / "timeline.json"
     with path.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""
@@ -315,9 +315,12 @@ def main(arguments: list[str]) -> int:
         prog="rft trace", description="Join a run's timelines into one file."
     )
     parser.add_argument("run", type=Path, help="the run's directory, also while it is under way")
+    parser.add_argument(
+        "--out", type=Path, help="where to write it; default: RUN_DIR/timeline.json"
+    )
     asked = parser.parse_args(arguments)
     try:
-        path = write(asked.run)
+        path = write(asked.run, asked.out)
     except (ValueError, OSError) as error:
         print(f"rft trace: {error}", file=sys.stderr)
         return 2

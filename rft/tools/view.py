@@ -9,6 +9,7 @@ token.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -183,7 +184,14 @@ class View:
                 "id": token,
                 "text": self.tokenizer.decode([token]),
                 "trained": bool(one.action_mask[place]),
-                "logprob": float(one.logprobs[place]) if len(one.logprobs) else None,
+                "logprob": in_json(float(one.logprobs[place])) if len(one.logprobs) else None,
                 "version": versions[place],
-                "reward": float(one.token_rewards[place]) if len(one.token_rewards) else None,
+                "reward": in_json(float(one.token_rewards[place]))
+                if len(one.token_rewards)
+                else None,
             }
+
+
+def in_json(value: float) -> float | str:
+    """JSON has no NaN: what somebody may be looking for is told as a word."""
+    return value if math.isfinite(value) else str(value)

@@ -223,7 +223,9 @@ def test_attempts_and_processes_become_tracks_of_their_own_in_a_readable_order(
         "checkpoint_agent_0 (attempt 2)",
     ]
     assert [track.title for track in timeline.load(tmp_path)] == titles
-    events = json.loads(timeline.write(tmp_path).read_text())["traceEvents"]
+    assert timeline.main([str(tmp_path), "--out", str(tmp_path / "elsewhere.json")]) == 0
+    assert not (tmp_path / "timeline.json").exists()
+    events = json.loads((tmp_path / "elsewhere.json").read_text())["traceEvents"]
     happened = [(event["pid"], event["ts"]) for event in events if event["ph"] == "i"]
     assert happened == [(1, 0.0), (2, 0.0), (3, 1e6), (4, 1e6)], (
         "one clock, from the first event on"

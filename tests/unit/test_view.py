@@ -1,5 +1,7 @@
 """`rft view` shows what is stored: from a queue that is in use, from a file, token by token."""
 
+import json
+import math
 from pathlib import Path
 
 import msgspec
@@ -158,6 +160,14 @@ def test_every_token_has_its_mask_logprob_version_and_reward(view: View) -> None
     assert all(token["logprob"] == -0.5 for token in tokens)
     with pytest.raises(ConfigError, match="no 3"):
         view.one({"number": 3})
+
+
+def test_a_logprob_that_is_no_number_is_told(assets: Path) -> None:
+    """Somebody looks for the reason of a loss that is not finite."""
+    found = [made(1.0, [8, 9, 10], logprobs=[-math.inf, math.nan, -0.5])]
+    one = View(found, tokenizer_of(assets, str(assets / "model"))).one({"number": 0})
+    assert [token["logprob"] for token in one["tokens"]] == ["-inf", "nan", -0.5]
+    json.dumps(one, allow_nan=False)
 
 
 def test_without_a_model_it_says_which_is_missing(tmp_path: Path) -> None:
