@@ -62,6 +62,12 @@ class RunRecord:
         told = [line for line in about if _step(line) is not None]
         return [row for row in _merged(told) if all(name in row for name in names)]
 
+    def newest(self, metric: str) -> Row:
+        """The last line that has the metric, looked for from the end; empty where none has."""
+        name = msgspec.json.encode(metric)
+        lines = _ending(self.directory / "metrics.jsonl", name).found
+        return next((json.loads(line) for _, line in reversed(lines) if name in line), {})
+
     @property
     def timed(self) -> list[Row]:
         """Rows of training steps; an evaluation of step 0 is none."""

@@ -30,7 +30,7 @@ from rft.checkpoint.single import Busy
 from rft.checkpoint.storage import COLLECTIONS, VERSIONS, WEIGHTS, Storage
 from rft.config import ConfigError
 from rft.ground.names import ITEM_BYTES
-from rft.monitor.run_record import flat, read_lines
+from rft.monitor.run_record import RunRecord, flat
 from rft.tools.buffer import NAME, versions_of
 from rft.tools.places import InputError, Run, find_checkpoint, find_job, find_run, ranges
 from rft.tools.tables import table
@@ -197,8 +197,7 @@ def ls(options: argparse.Namespace) -> int:
 def _in_memory(job: Path) -> Iterator[str]:
     """What agents that live on this host hold, as the newest step told it."""
     agents = [fence.holder(path) for path in fence.living_agents(fence.control_dir(job))]
-    lines = read_lines(job / "metrics.jsonl") if agents else []
-    row = next((row for row in reversed(lines) if "checkpoint/in_memory" in row), {})
+    row = RunRecord(job).newest("checkpoint/in_memory") if agents else {}
     if (step := int(row.get("checkpoint/in_memory", -1))) >= 0:
         copied = int(row.get("checkpoint/replicated", -1))
         twice = f" (on two nodes: step {copied})" if copied >= 0 else ""

@@ -233,6 +233,8 @@ def test_of_a_long_file_a_resume_reads_the_end(
     monkeypatch.setattr(run_record, "LOOK", 5 * len(told[0]))
     monkeypatch.setattr(run_record, "_step", lambda line: seen.add(line) or real(line))
     assert run_record.RunRecord(tmp_path).last_step == 40 and len(seen) <= 5
+    assert run_record.RunRecord(tmp_path).newest("time/step_s")["step"] == 40 and len(seen) <= 5
+    assert run_record.RunRecord(tmp_path).newest("loss") == {}
     seen.clear()
     run_record.JsonLines(path, resume).close()
     assert path.read_text() == "".join(told[:resume]) + evaluation
