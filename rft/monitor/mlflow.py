@@ -200,11 +200,8 @@ class MLflow:
         # a server that keeps no artifacts: they lie in samples.jsonl
         if scheme != "mlflow-artifacts":
             return
-        self._order(
-            f"mlflow-artifacts/artifacts/{place.strip('/')}/tables/{name}/step_{step:08d}.json",
-            body,
-            "PUT",
-        )
+        table = urllib.request.quote(f"{_name(name)}/step_{step:08d}.json")
+        self._order(f"mlflow-artifacts/artifacts/{place.strip('/')}/tables/{table}", body, "PUT")
 
     def histograms(self, values: dict[str, list[float]], step: int) -> None:
         """MLflow has none; their quantiles are metrics."""

@@ -95,7 +95,7 @@ class RunRecord:
     def accuracies(self) -> dict[str, str]:
         """Metrics of evaluations, `eval/<set>/accuracy`, with the name of the set."""
         return {
-            name: name.split("/")[1]
+            name: name.removeprefix("eval/").removesuffix("/accuracy")
             for name in sorted(self.names)
             if name.startswith("eval/") and name.endswith("/accuracy")
         }

@@ -123,7 +123,8 @@ def time_shares(timed: Sequence[dict[str, Any]]) -> tuple[list[float], list[list
 
 def _accuracy(axes: Any, stages: Sequence[Stage]) -> None:
     style(axes, "Evaluation accuracy", "share of right answers on held-out tasks")
-    names = sorted({name for stage in stages for name in stage.record.accuracies()})
+    sets = {name: one for stage in stages for name, one in stage.record.accuracies().items()}
+    names = sorted(sets)
     stages = in_a_row([stage for stage in stages if any(stage.has(name) for name in names)])
     found = [(stage, name) for stage in stages for name in names if stage.has(name)]
     if not found:
@@ -131,7 +132,7 @@ def _accuracy(axes: Any, stages: Sequence[Stage]) -> None:
     for stage, name in found:
         steps, values = stage.series(name)
         dashes = ("-", "--", ":", "-.")[names.index(name) % 4]
-        label = stage.name if len(names) == 1 else f"{stage.name}: {name.split('/')[1]}"
+        label = stage.name if len(names) == 1 else f"{stage.name}: {sets[name]}"
         axes.plot(
             steps,
             values,

@@ -387,7 +387,7 @@ def test_whatever_counts_as_a_line_can_be_read(tmp_path: Path) -> None:
 
 def test_the_record_of_a_run_tells_what_was_recorded_and_no_more(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 0, "time_s": 0, "eval/sums/accuracy": 0.25}\n'
+        '{"step": 0, "time_s": 0, "eval/openai/sums/accuracy": 0.25}\n'
         '{"step": 1, "time_s": 2, "loss": 1, "bad": null, "time/step_s": 1.5}\n'
         '{"step": 2, "time_s": 4, "loss": null, "time/step_s": 2.5}\n{"step": 3, "lo'
     )
@@ -395,8 +395,8 @@ def test_the_record_of_a_run_tells_what_was_recorded_and_no_more(tmp_path: Path)
     assert record.last_step == 2 and record.seconds == 4.0
     assert [row["step"] for row in record.timed] == [1, 2]
     assert record.series("loss") == [(1, 1.0)] and record.series("bad") == []
-    assert record.names == {"eval/sums/accuracy", "loss", "time/step_s"}
-    assert record.accuracies() == {"eval/sums/accuracy": "sums"}
+    assert record.names == {"eval/openai/sums/accuracy", "loss", "time/step_s"}
+    assert record.accuracies() == {"eval/openai/sums/accuracy": "openai/sums"}
     assert not record.is_complete and record.config == {} and record.samples == []
 
 

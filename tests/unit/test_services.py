@@ -156,7 +156,7 @@ class Grumpy(BaseHTTPRequestHandler):
     to metrics that end in their middle; `gone`: runs that are known no more.
     """
 
-    gone = ""
+    gone, artifacts = "", "file:/x"
 
     def do_GET(self) -> None:
         self._answer(200, {"experiment": {"experiment_id": "1"}})
@@ -171,7 +171,9 @@ class Grumpy(BaseHTTPRequestHandler):
         elif "status" in body and body["run_id"] in self.gone:
             self._answer(404, {"error_code": "RESOURCE_DOES_NOT_EXIST"})
         else:
-            self._answer(200, {"run": {"info": {"run_id": "r1", "artifact_uri": "file:/x"}}})
+            self._answer(200, {"run": {"info": {"run_id": "r1", "artifact_uri": self.artifacts}}})
+
+    do_PUT = do_POST
 
     def _answer(self, code: int, body: Any, more: int = 0) -> None:
         data = json.dumps(body).encode()
@@ -221,6 +223,18 @@ def test_a_server_that_takes_nothing_costs_its_calls_and_not_the_run(
     assert b"secret-word" not in b"".join(
         path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
     )
+
+
+def test_a_table_of_a_set_with_any_name_is_sent(
+    grumpy: HTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Grumpy, "artifacts", "mlflow-artifacts:/1/r1")
+    sink = mlflow.MLflow(tmp_path, "p", "n", 0, f"http://127.0.0.1:{grumpy.server_port}")
+    sink.table("eval_AIME 2025, été", [{"reward": 1.0}], 3)
+    sink.close()
+    sent = [path for path, body, _ in grumpy.heard if "data" in body]  # type: ignore[attr-defined]
+    place = "/api/2.0/mlflow-artifacts/artifacts/1/r1/tables"
+    assert sent == [f"{place}/eval_AIME%202025_%20%C3%A9t%C3%A9/step_00000003.json"]
 
 
 def test_a_server_that_does_not_keep_up_costs_calls_and_no_memory(
