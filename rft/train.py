@@ -132,9 +132,9 @@ def prepared_stages(
 
     data, wrong = configs.examined(OmegaConf.to_container(raw, resolve=False))  # type: ignore[arg-type]
     raw, told = configs.completed(data), [*told, *wrong]
-    if not told:
-        rename_if_taken(raw)
     drafts = configs.stage_drafts(raw, told)
+    if not any(draft.problems for draft in drafts) and rename_if_taken(raw):
+        drafts = configs.stage_drafts(raw)
     stages, unread = [draft.config for draft in drafts], list[str]()
     problems = list(problems_of(_prepare, drafts))
     model = stages[0].model.model_path
@@ -171,18 +171,21 @@ def checked(config: Config) -> None:
     preflight.check(config)
 
 
-def rename_if_taken(raw: DictConfig) -> None:
+def rename_if_taken(raw: DictConfig) -> bool:
     """continue_from_checkpoint=false never writes into an earlier run: the run gets a time in its
-    name (row A13). The same launch has the same run, whichever of its starts this is.
+    name (row A13), and the answer is true. The same launch has the same run, whichever of its
+    starts this is.
     """
     directory = Path(raw.checkpoint_root_dir) / raw.project / raw.name
     key = "continue_from_checkpoint"
     if configs.converted(key, raw[key]) or unreadable(directory):  # then it is refused later
-        return
-    if directory.is_dir() and any(directory.iterdir()):
+        return False
+    is_taken = directory.is_dir() and any(directory.iterdir())
+    if is_taken:
         from rft.run import owners
 
         raw.name = owners.own_run(directory) or f"{raw.name}_{datetime.now():%Y%m%d%H%M%S}"
+    return is_taken
 
 
 if __name__ == "__main__":
