@@ -63,8 +63,10 @@ HARMLESS = ("max_num_batched_tokens", "block_size")
 
 
 def _names(c: Config) -> Iterator[str]:
-    """They become directories: <checkpoint_root_dir>/<project>/<name>[/<stage_name>]."""
-    for key in ("project", "name"):
+    """They become directories: <checkpoint_root_dir>/<project>/<name>[/<stage_name>], and in it
+    explorers/<explorer.name>.
+    """
+    for key in ("project", "name", "explorer.name"):
         value = str(get(c, key))
         parts = value.split("/")
         if FORBIDDEN.search(value) or any(
@@ -80,7 +82,7 @@ def _names(c: Config) -> Iterator[str]:
 
 
 GIVEN = (  # asked before anything is filled in
-    Rule("name", _names, reads="project stage_name"),
+    Rule("name", _names, reads="project stage_name explorer.name"),
     Rule(
         "synchronizer.sync_style",
         lambda c: c.synchronizer.sync_style not in (*style.STYLES, *style.ALIASES),

@@ -53,6 +53,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("name=..", "name", "letters, digits"),
     ("name=a//b", "name", "letters, digits"),
     ("project=/abs", "project", "letters, digits"),
+    ("mode=explore explorer.name=../../x", "explorer.name='../../x'", "letters, digits"),
     ("name=???", "name is not set", "give it a value"),
     ("checkpoint_root_dir=${oc.env:NO_SUCH}/runs", "checkpoint_root_dir: ", "'NO_SUCH' not found"),
     ("project='a*b'", "project", "letters, digits"),
