@@ -238,9 +238,13 @@ def activations(hf: dict[str, Any], config: Config, tokens: int) -> int:
     outside, inside = layer_bytes(hf, item, on_cpu)
     layer = outside // cut + inside // tp
     under_way = min(pp, microbatches(config, tokens))
-    kept = under_way * layers * layer
-    if config.trainer.recompute_granularity == "full":
-        kept = under_way * layers * item * Dims.of(hf).hidden // cut + layer
+    kept, trainer = under_way * layers * layer, config.trainer
+    if trainer.recompute_granularity == "full":
+        state, count = item * Dims.of(hf).hidden // cut, trainer.recompute_num_layers or 1
+        if trainer.recompute_method == "block":  # so many layers, the others keep all
+            kept = under_way * (count * state + (layers - count) * layer) + layer
+        else:  # units of so many, one at a time
+            kept = under_way * -(-layers // count) * state + count * layer
     return int(tokens * kept * (HEAP if on_cpu else 1))
 
 

@@ -204,6 +204,21 @@ def test_models_beside_the_policy_are_as_large_as_they_are(tmp_path: Path) -> No
     assert planned(reference).beside - small.beside == (8_190_735_360 - 596_049_920) * 2
 
 
+def test_layers_that_are_not_computed_again_keep_everything(tmp_path: Path) -> None:
+    """Of 28 layers: `block` names those that are, `uniform` how many are at a time."""
+    words = (*GRPO, f"model.model_path={SMALL}", "--cards=h100:1", "cluster.gpu_per_node=1")
+
+    def kept(*more: str) -> int:
+        given = [f"trainer.recompute_{one}" for one in more]
+        return memory_plan.plan(asked(tmp_path, *words, "mode=train", *given).config).activations
+
+    whole, each = kept(), kept("granularity=full")
+    block = "granularity=full", "method=block"
+    assert kept(*block, "num_layers=28") == each < 0.1 * whole
+    assert kept(*block) > whole and kept(*block, "num_layers=14") > whole / 2
+    assert abs(kept("granularity=full", "num_layers=14") - whole / 2) < each
+
+
 def test_of_an_engine_wider_than_a_node_a_host_has_its_share(tmp_path: Path) -> None:
     words = (*GRPO, f"model.model_path={LARGE}", "--cards=h100:64", "trainer.num_ranks=32")
     received = []
