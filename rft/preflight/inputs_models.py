@@ -572,7 +572,8 @@ PLACES = (  # tried at a start only
         "trainer.max_token_len_per_gpu model.teacher_model_path model.ref_model_path "
         "model.critic_model_path",
         _fits,
-        reads="algorithm trainer.recompute_granularity trainer.ppo_mini_batch_size "
+        reads="algorithm trainer.recompute_granularity trainer.recompute_method "
+        "trainer.recompute_num_layers trainer.ppo_mini_batch_size "
         "buffer.batch_size buffer.train_batch_size model.max_model_len "
         "synchronizer.lora_sync synchronizer.sync synchronizer.bucket_bytes "
         "trainer.checkpoint.versions trainer.checkpoint.replicas trainer.spares",
