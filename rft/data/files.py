@@ -281,7 +281,8 @@ def check_row(row: dict[str, msgspec.Raw], where: str, needs: Needs, key: str) -
     for name, column in (needs.messages | needs.answers).items():
         raw = bytes(found[name] or b"")
         problem = messages_problem(raw, name in needs.answers)
-        problem = problem or (needs.is_spoken and answered_problem(raw)) or None
+        if needs.is_spoken and name in needs.messages:
+            problem = problem or answered_problem(raw)
         if problem:
             raise ConfigError(f"{key}.format.{name}: {where}: {column!r} {problem}")
     if needs.prompts:

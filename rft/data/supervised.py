@@ -2,7 +2,7 @@
 auxiliary buffer. What a row means to a trainer: its columns, and the token sequences that it
 becomes.
 
-    sft   prompt and response, or messages that end with the assistant
+    sft   prompt and response, as text or as messages, or messages that end with the assistant
             one sequence, loss on the answer (or all answers)
     cpt   text in the column of the prompt
             one sequence, loss on all tokens after the first
@@ -93,6 +93,9 @@ def row_needs(config: RowFormatConfig, key: str, schema: str = "sft") -> Needs:
         prompt = {"messages_key": config.messages_key}
         if schema == "dpo":
             return Needs({}, answers=pair, tools=tools, pairs=prompt)
+        if config.response_key:
+            answer = {"response_key": config.response_key}
+            return Needs({}, messages=prompt, answers=answer, tools=tools, is_spoken=True)
         return Needs({}, answers=prompt, tools=tools)
     text = {"prompt_key": config.prompt_column} | (
         pair if schema == "dpo" else {"response_key": config.response_column}
@@ -141,6 +144,12 @@ class Reader:
             return
         messages = self._messages(raw, self.config.messages_key)
         every = self.config.enable_concatenated_multi_turn
+        if column := self.config.response_key:  # what is learned stands in a column of its own
+            answer = self._messages(raw, column)
+            if not every:
+                yield self._dialogue(messages, answer, tools)
+                return
+            messages += answer
         learn = self.dialogues.every_answer if every else self.dialogues.last_answer
         yield learn(messages, tools)
 

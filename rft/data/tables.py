@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rft.config import ConfigError, FormatConfig
+from rft.config import ConfigError, FormatConfig, RowFormatConfig
 
 TABLES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}  # builders of `datasets`
 # what pandas calls cells that stand before the first column that has a name
@@ -59,7 +59,8 @@ class TableRows(Sequence[dict[str, Any]]):
 
     def __init__(self, table: Any, config: FormatConfig) -> None:
         self.table = table.with_format("arrow")
-        self.objects = config.columns - {config.response_column}
+        is_learned = isinstance(config, RowFormatConfig)  # what a reward compares stays as it is
+        self.objects = config.columns - (set() if is_learned else {config.response_column})
 
     def __len__(self) -> int:
         return len(self.table)

@@ -321,6 +321,40 @@ def test_a_task_that_shows_its_answer_is_refused(tmp_path: Path, suffix: str, na
     assert tasks(path, spoken=False, **form), "an agent may do with it what it likes"
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_prompt_and_completion_may_be_messages(tmp_path: Path, tokenizer: Any, suffix: str) -> None:
+    """As TRL has them; Arrow gives every call the arguments of all others."""
+    write = lines if suffix == ".jsonl" else parquet
+    rows = [
+        {"prompt": [ASKED], "completion": [called(name, **{name: 1}), said("4")]}
+        for name in ("f", "g")
+    ]
+    form = {"prompt_type": "messages", "messages_key": "prompt", "response_key": "completion"}
+    form["chat_template"] = TOOLS
+    for name, (prompt, answer) in zip(
+        "fg", learned(tokenizer, write(tmp_path / f"a{suffix}", *rows), **form), strict=True
+    ):
+        assert prompt == "<|user|>2+2=<|end|><|assistant|>"
+        call = json.dumps({"name": name, "arguments": {name: 1}})
+        assert answer == f"[{call}]<|end|><|assistant|>4<|end|>"
+    (one,) = learned(
+        tokenizer,
+        write(
+            tmp_path / f"b{suffix}",
+            {"prompt": [ASKED, said("3"), ASKED], "completion": [said("4")]},
+        ),
+        **form,
+        enable_concatenated_multi_turn=True,
+    )
+    assert one[1].startswith("3<|end|>") and one[1].endswith("4<|end|>")
+    for bad, told in (
+        ({"prompt": [ASKED, said("4")], "completion": [said("4")]}, "prompt' ends with the assist"),
+        ({"prompt": [ASKED], "completion": [ASKED]}, "completion' ends with role 'user'"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            learned(tokenizer, write(tmp_path / f"c{suffix}", bad), **form)
+
+
 def test_rows_of_sharegpt_are_told_what_they_have(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"messages": [{"from": "human", "value": "2+2="}]})
     with pytest.raises(ConfigError, match="in each; the first has 'from', 'value'"):
