@@ -79,13 +79,15 @@ def differences(found: config_file.Flat) -> Iterator[str]:
         yield table(dict(zip(names, row, strict=True)) for row in rows)
 
 
-def text(raw: DictConfig, everything: bool) -> str:
-    given = plain(raw)
-    args = given["monitor"]["monitor_args"]
+def text(raw: DictConfig, everything: bool, as_written: bool = False) -> str:
+    """`as_written`: interpolations stay what they are, and so do those of secrets anyway."""
+    written: Any = OmegaConf.to_container(raw, resolve=False)
+    given = written if as_written else plain(raw)
+    args, secrets = given["monitor"]["monitor_args"], written["monitor"]["monitor_args"]
     args.update(
         {
-            name: redact.HIDDEN
-            for name, value in args.items()
+            name: value if "${" in str(value) else redact.HIDDEN
+            for name, value in secrets.items()
             if value and redact.is_secret_key(name)
         }
     )

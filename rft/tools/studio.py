@@ -26,8 +26,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rft import config as configs
 from rft import preflight
 from rft.config import TRAINING, Config, ConfigError
-from rft.ground import hubs, plugins
+from rft.ground import hubs, plugins, redact
 from rft.ground.errors import refuse, refuse_all
+from rft.monitor.run_record import flat
 from rft.tools import config as config_tool
 from rft.tools import fit, local_page, studio_fields
 
@@ -92,13 +93,13 @@ def examine(name: str, values: dict[str, str]) -> dict[str, Any]:
     raw = configs.normalized(raw)
     unset = [
         key
-        for key in sorted(OmegaConf.missing_keys(raw))
-        if studio_fields.is_visible(key, plain_values(raw))
+        for key, value in sorted(flat(OmegaConf.to_container(raw, resolve=False)).items())
+        if value == "???" and studio_fields.is_visible(key, plain_values(raw))
     ]
     problems += [{"key": key, "said": f"{key} is not set: give it a value"} for key in unset]
     config = None if problems else accepted(raw, problems)
     return {
-        "yaml": config_tool.text(raw, everything=False),
+        "yaml": config_tool.text(raw, everything=False, as_written=True),
         "problems": problems,
         "ready": not problems,
         "now": plain_values(raw),
@@ -125,11 +126,18 @@ def put(raw: DictConfig, key: str, text: str) -> None:
         raise ConfigError(f"{key}: {text!r} is no YAML: {str(error).splitlines()[0]}") from error
     if isinstance(value, datetime.date):  # as in a file: a name may be a day
         value = text
-    refuse_all(configs.problems_in(configs.nested(key, value)))
+    refuse_all((*configs.problems_in(configs.nested(key, value)), *secrets_in(key, value)))
     try:
         OmegaConf.update(raw, key, value, merge=False)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{key}: {text!r}: {str(error).splitlines()[0]}") from error
+
+
+def secrets_in(key: str, value: Any) -> Iterator[str]:
+    """What the file would hold for everybody to read."""
+    for name, one in value.items() if isinstance(value, dict) else ():
+        if one and redact.is_secret_key(str(name)) and "${" not in str(one):
+            yield f"{key}: {name} is a secret: give ${{oc.env:VARIABLE}}, with a variable's name"
 
 
 def default_of(key: str) -> Any:
@@ -213,11 +221,11 @@ def plain_values(raw: DictConfig) -> dict[str, str]:
     for field in studio_fields.fields():
         section, _, word = field.key.rpartition(".")
         node = OmegaConf.select(raw, section) if section else raw
-        value = (
-            None
-            if node is None or OmegaConf.is_missing(node, word)
-            else OmegaConf.select(raw, field.key)
-        )
+        try:
+            is_unset = node is None or OmegaConf.is_missing(node, word)
+            value = None if is_unset else OmegaConf.select(raw, field.key)
+        except OmegaConfBaseException:  # of a variable that is not set here, as `accepted` says
+            value = OmegaConf.to_container(node, resolve=False)[word]
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=False)
         found[field.key] = "" if value is None else written(value)

@@ -100,6 +100,24 @@ def test_a_problem_stands_at_its_key(
     assert not (tmp_path / "runs").exists(), "a question leaves nothing behind"
 
 
+def test_variables_stay_variables_and_no_secret_is_in_the_file(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = given(assets, tmp_path, "both", "grpo") | {"monitor.monitor_type": "wandb"}
+    root, args = "checkpoint_root_dir", "monitor.monitor_args"
+    named = values | {root: "${oc.env:OUT}/runs", args: "{api_key: '${oc.env:MY_KEY}'}"}
+    found = studio.examine("grpo", named)
+    assert [problem["key"] for problem in found["problems"]][0] == root
+    assert "'OUT' not found" in found["problems"][0]["said"] and found["now"][root] == named[root]
+    monkeypatch.setenv("OUT", str(tmp_path)), monkeypatch.setenv("MY_KEY", "a key of mine")
+    found = studio.examine("grpo", named)
+    assert found["ready"], found["problems"]
+    assert f"{root}: ${{oc.env:OUT}}/runs\n" in found["yaml"]
+    assert "api_key: ${oc.env:MY_KEY}\n" in found["yaml"]
+    (problem,) = studio.examine("grpo", values | {args: "{api_key: 0123456}"})["problems"]
+    assert problem["key"] == args and "give ${oc.env:VARIABLE}" in problem["said"]
+
+
 def test_a_run_may_be_called_by_its_day() -> None:
     assert studio.examine("grpo", {"name": "2026-11-30"})["now"]["name"] == "'2026-11-30'"
 
