@@ -146,6 +146,12 @@ def test_wrong_input_is_one_line(
     assert said.out == "" and len(said.err.splitlines()) == 1 and words in said.err
 
 
+def test_a_config_of_another_rft_names_no_storage(tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "resolved.yaml").write_text("name: earlier")
+    assert main(["ls", str(tmp_path)]) == 2
+    assert "no checkpoints here" in capsys.readouterr().err
+
+
 def test_verify_names_file_and_chunk(job: Path, capsys: Said) -> None:
     assert main(["verify", str(job)]) == 0
     assert len(re.findall("good", capsys.readouterr().out)) == 2

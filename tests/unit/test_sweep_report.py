@@ -105,6 +105,15 @@ def test_a_trial_without_the_number_has_none_and_a_number_that_no_trial_has_is_r
     assert "trial 0 has no such number" in capsys.readouterr().err
 
 
+def test_configs_of_another_rft_are_read(
+    sweep_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sweep_dir / "0" / "resolved.yaml").write_text("sweep: {objective: accuracy, later: 1}")
+    (sweep_dir / "1" / "resolved.yaml").write_text("name: earlier")
+    assert sweep_report.main([str(sweep_dir)]) == 0
+    assert "best     trial 0: accuracy=" in capsys.readouterr().out
+
+
 def test_a_directory_that_is_no_sweep_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
