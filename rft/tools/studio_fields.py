@@ -172,7 +172,12 @@ def is_visible(key: str, values: dict[str, Any]) -> bool:
 
 
 def searched(text: str, among: Iterable[str]) -> str | None:
-    """The key that a message names first."""
-    places = {key: re.search(rf"(?<![\w.]){re.escape(key)}(?![\w]|\.\w)", text) for key in among}
-    found = {key: place.start() for key, place in places.items() if place is not None}
-    return min(found, key=lambda key: found[key], default=None)
+    """The key that a message names first; if none, that of which it names an item or a part."""
+    keys = list(among)
+    for behind in (r"(?![\w]|\.\w)", r"(?=\.\w)"):
+        places = {key: re.search(rf"(?<![\w.]){re.escape(key)}{behind}", text) for key in keys}
+        found = {key: place.start() for key, place in places.items() if place is not None}
+        if found:
+            return min(found, key=lambda key: found[key])
+        keys = [key for key in keys if "." in key]  # `name.jsonl` is none
+    return None

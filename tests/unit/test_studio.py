@@ -85,6 +85,7 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
         ("model.max_prompt_tokens", "900", "context"),
         ("buffer.explorer_input.eval_tasksets", "[{", "no YAML"),
         ("name", "${", "no viable alternative"),
+        ("buffer.explorer_input.eval_tasksets", "[{}]", "path is not set"),
         ("trainer.totl_steps", "1", "trainer.total_steps"),
         (f"{TASKSET}.path", "nowhere.jsonl", "does not exist"),
         ("model.model_path", "nowhere", "model.model_path"),
