@@ -298,6 +298,11 @@ def notes(c: Config) -> Iterator[str]:
             "algorithm.policy_loss_fn_args.loss_agg_mode is algorithm.loss_agg_mode here: the KL "
             "and entropy terms of the loss become one number in the same way"
         )
+    if c.buffer.total_steps not in (None, c.trainer.total_steps):
+        yield (
+            f"buffer.total_steps={c.buffer.total_steps} is not read: "
+            f"trainer.total_steps={c.trainer.total_steps} says how many steps there are"
+        )
     if c.trainer.share_prefixes and (cp := c.trainer.megatron.context_parallel_size) > 1:
         yield (
             "trainer.share_prefixes: every row is computed whole, as "

@@ -9,6 +9,7 @@ from rft import config as configs
 from rft import preflight
 from rft.config import ConfigError
 from rft.preflight.rules import Refusals
+from rft.preflight.rules_data import notes
 from rft.run import launch
 from tests.unit.test_config import grpo
 
@@ -111,6 +112,13 @@ def test_rules_change_nothing_of_what_is_filled_in_any_order(assets: Path, tmp_p
         refusals = Refusals()
         refusals.ask(rules, config)
         assert not refusals.sentences() and config == again
+
+
+def test_a_number_of_steps_that_nobody_reads_is_told(assets: Path, tmp_path: Path) -> None:
+    three = "buffer.total_steps=3"
+    for more, said in ((), 0), (("trainer.total_steps=3",), 0), (("trainer.total_steps=5",), 1):
+        (config,) = grpo(assets, tmp_path, three, *more)
+        assert sum("buffer.total_steps=3 is not read" in one for one in notes(config)) == said
 
 
 def test_ports_and_addresses_are_asked_for_by_who_listens_there(
