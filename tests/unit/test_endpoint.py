@@ -712,14 +712,14 @@ def test_what_a_client_gave_up_is_not_recorded(tmp_path: Path) -> None:
     run(scenario, tmp_path)
 
 
-def test_serving_keeps_what_got_its_reward_and_counts_what_did_not(tmp_path: Path) -> None:
+def test_serving_keeps_what_got_its_reward(tmp_path: Path) -> None:
     kept = Kept()
 
     async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         async with httpx.AsyncClient(
             base_url=endpoint.url, headers={"Authorization": f"Bearer {TOKEN}"}
         ) as http:
-            for name in ("a", "b", "c", "lost", "greedy"):
+            for name in ("a", "b", "c", "greedy"):
                 more = {"temperature": 0} if name == "greedy" else {}
                 await client(endpoint, name).chat.completions.create(
                     model="m", messages=[user(name)], **more
@@ -761,13 +761,20 @@ def test_serving_keeps_what_got_its_reward_and_counts_what_did_not(tmp_path: Pat
             ).json()["stored"] is False
             assert (await post("/commit", json={"tasks": ["half"]})).json() == {"groups": 1}
             assert (await post("/commit")).json() == {"groups": 0}
+
+    run(scenario, tmp_path, kept=kept, group_size=2)
+    assert [(one.sample, one.reward) for one in kept.groups["sums"]] == [(0, 1.0), (1, 0.25)]
+    assert kept.groups["a"][0].metrics["stars"] == 4 and len(kept.groups["half"]) == 1
+
+
+def test_serving_counts_what_got_no_reward(tmp_path: Path) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        await client(endpoint, "lost").chat.completions.create(model="m", messages=[user("x")])
         while "lost" in endpoint.registry.open_:
             await asyncio.sleep(0.01)
         assert endpoint.registry.counts["expired"] == 1
 
-    run(scenario, tmp_path, kept=kept, group_size=2, timeout=1.0)
-    assert [(one.sample, one.reward) for one in kept.groups["sums"]] == [(0, 1.0), (1, 0.25)]
-    assert kept.groups["a"][0].metrics["stars"] == 4 and len(kept.groups["half"]) == 1
+    run(scenario, tmp_path, kept=Kept(), timeout=0.1)
 
 
 def test_a_store_that_fails_loses_nothing_and_ends_nothing(tmp_path: Path) -> None:
