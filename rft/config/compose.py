@@ -38,6 +38,7 @@ from rft.config.validate import (
     removed,
     unknown,
     with_own_references,
+    without_unknown,
 )
 from rft.ground import redact
 from rft.ground.errors import ConfigError, Problem, refuse_all
@@ -353,17 +354,22 @@ def _escaped(text: str) -> str:
 
 
 def load(path: str | Path) -> Config:
-    return _accepted([_draft(as_written(path))])[0]
+    return _accepted([_draft(_written(path))])[0]
 
 
 def as_written(path: str | Path) -> DictConfig:
     """As `save` wrote it, for who is no part of the run, and has none of its secrets: a value is
-    resolved where it is read, and no other. Keys that another version had not are as usual.
+    resolved where it is read, and no other. Keys that another version had not are as usual, and
+    those that only it had are left out.
     """
+    return normalized(without_unknown(_written(path)))
+
+
+def _written(path: str | Path) -> DictConfig:
     try:
         found = OmegaConf.load(path)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(found, DictConfig):
         raise ConfigError(f"{path} cannot be read: it is no mapping")
-    return normalized(found)
+    return found

@@ -124,6 +124,15 @@ def normalized(raw: DictConfig) -> DictConfig:
     return completed(data)
 
 
+def without_unknown(raw: DictConfig) -> DictConfig:
+    """`raw` without the keys that the schema does not have."""
+    data: dict[str, Any] = OmegaConf.to_container(raw, resolve=False)  # type: ignore[assignment]
+    for error in list(_errors(data)):
+        if error["type"] == UNKNOWN:
+            removed(data, error["loc"])
+    return OmegaConf.create(data)
+
+
 def meant(key: str) -> str | None:
     """The key that one that the schema does not have was probably meant to be."""
     name = trinity_keys.canonical(key)

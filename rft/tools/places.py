@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from rft import config as configs
 from rft.checkpoint import catalog, fence
 from rft.checkpoint.catalog import committed, step_of
@@ -192,12 +190,10 @@ def _job(path: Path) -> Run | None:
         config = configs.as_written(resolved)
     except (ConfigError, OSError) as error:
         raise InputError(f"{resolved} cannot be read: {error}") from error
-    # another rft's may have fewer keys
-    storage = OmegaConf.select(config, "trainer.checkpoint.storage")
-    if not storage:
+    if not config.trainer.checkpoint.storage:
         return None
-    names = filter(None, map(config.get, ("project", "name", "stage_name")))
-    return Run(_opened("/".join([storage.rstrip("/"), *names])), path)
+    names = filter(None, (config.project, config.name, config.stage_name))
+    return Run(_opened("/".join([config.trainer.checkpoint.storage.rstrip("/"), *names])), path)
 
 
 def _job_above(root: str) -> Path | None:

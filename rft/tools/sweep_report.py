@@ -9,7 +9,7 @@ state and no objective.
 import argparse
 import csv
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from rft.tools.curves import INK, MUTED, style
 from rft.tools.tables import table
 
 BEST, OTHERS, BAD = "#3b5bdb", "#91a7ff", "#e8590c"
-JUDGED = ("objective", "value", "direction")
 MOST_NAMED = 8  # curves in the legend; of more trials, the best ones
 
 
@@ -103,10 +102,8 @@ def judge(sweep_dir: Path, options: argparse.Namespace) -> SweepConfig:
     found = SweepConfig()
     for trial in trial_records.trials(sweep_dir):
         for path in (trial.directory / stage / "resolved.yaml" for stage in trial.stages):
-            told = configs.as_written(path).get("sweep", {}) if path.exists() else {}
-            # another rft's may have fewer keys, or more
-            found = replace(found, **{key: told[key] for key in JUDGED if key in told})
-    for key in JUDGED:
+            found = SweepConfig(**configs.as_written(path).sweep) if path.exists() else found
+    for key in ("objective", "value", "direction"):
         if given := getattr(options, key):
             setattr(found, key, given)
     return found

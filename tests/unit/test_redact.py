@@ -270,12 +270,13 @@ def test_tools_read_a_run_without_its_secrets(
         find_run(str(tmp_path))
 
 
-def test_tools_read_a_run_of_an_older_version(tmp_path: Path) -> None:
-    """Which had fewer keys; a damaged file is refused by its name."""
+def test_tools_read_a_run_of_another_version(tmp_path: Path) -> None:
+    """Which has fewer keys, or more; a damaged file is refused by its name."""
     resolved = tmp_path / "resolved.yaml"
-    resolved.write_text("name: x\n")
-    with pytest.raises(InputError, match="no checkpoints here"):
-        find_run(str(tmp_path))
+    for text in ("name: x", "{trainer: {later: 1, checkpoint: {later: 2}}, buffer: {later: 3}}"):
+        resolved.write_text(text)
+        with pytest.raises(InputError, match="no checkpoints here"):
+            find_run(str(tmp_path))
     resolved.write_text("trainer: 3\n")
     with pytest.raises(InputError, match=r"resolved.yaml cannot be read: trainer"):
         find_run(str(tmp_path))

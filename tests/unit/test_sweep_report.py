@@ -108,8 +108,8 @@ def test_a_trial_without_the_number_has_none_and_a_number_that_no_trial_has_is_r
 def test_configs_of_another_rft_are_read(
     sweep_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (sweep_dir / "0" / "resolved.yaml").write_text("sweep: {objective: accuracy, later: 1}")
-    (sweep_dir / "1" / "resolved.yaml").write_text("name: earlier")
+    (sweep_dir / "0" / "resolved.yaml").write_text("name: earlier")
+    (sweep_dir / "1" / "resolved.yaml").write_text("sweep: {objective: accuracy, later: 1}")
     assert sweep_report.main([str(sweep_dir)]) == 0
     assert "best     trial 0: accuracy=" in capsys.readouterr().out
 
