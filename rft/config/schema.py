@@ -400,7 +400,8 @@ class TrainerConfig(Section):
     ] = 3
     collective_timeout: Annotated[
         Seconds,
-        "seconds that a rank waits for the others; a batch or an evaluation may take longer",
+        "seconds that a rank waits for the others; a batch, engines that start, or an evaluation "
+        "may take longer",
     ] = 1800.0
 
 
