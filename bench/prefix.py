@@ -231,7 +231,8 @@ def main() -> None:
                 rows, ratios[case.name], good = [*rows, row], round(ratio, 3), good and meets
                 print(f"  {case.name}: {ratio:.2f}", flush=True)
             trainer.mesh.close()
-    report.table(f"a step of one rank, one thread, {given.dtype}, {rounds} rounds", HEADER, rows)
+    title = f"a step of one rank, one thread, {given.dtype}, {rounds} rounds (one without a bar)"
+    report.table(title, HEADER, rows)
     report.last_line(
         "prefix",
         ratios,
