@@ -10,7 +10,8 @@ order: `Policy.train_step` of packed rows, in one process. Out: a table and one 
     agent        4 rollouts of 4 equal turns behind one another, every turn a sample
     apart        groups whose rows begin differently: sharing is on, and there is nothing to share
     told         responses of 2,048 tokens, one round, without a bar: rows of 16,384 tokens, whose
-                 layers are computed again in backward, as they do not fit into 24 GiB otherwise
+                 layers are computed again in backward, for otherwise they do not fit into 24 GiB;
+                 20 minutes, and some 45 behind the longer prompt
 
     busy         processor seconds of a step; ratios are unrolled / shared, in the same round
     ideal        the same ratio of FLOPs: products of all computed tokens, attention by what each
