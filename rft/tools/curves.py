@@ -346,7 +346,7 @@ def _log_scale(axes: Any) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 3) if high / low < 1000 else (1,)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(
-        lambda value, _: f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+        lambda value, _: f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e")
     )
 
 

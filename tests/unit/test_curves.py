@@ -150,6 +150,21 @@ def test_stages_follow_each_other_on_the_axis(tmp_path: Path) -> None:
     assert second.series("loss") == ([6, 10], [1.0, 2.0])
 
 
+@pytest.mark.parametrize("low, high", [(2e-5, 1.1e-4), (1.8e-3, 4.2e-3), (1e-9, 1e-2), (2, 5)])
+def test_no_two_labels_of_a_logarithmic_axis_are_the_same(low: float, high: float) -> None:
+    """Within a decade its ticks are those of a linear one."""
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    axes = figure.add_subplot()
+    axes.plot([1, 2], [low, high])
+    curves._log_scale(axes)
+    figure.canvas.draw()
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(labels) > 1
+    assert len(set(labels)) == len(labels), labels
+
+
 def test_smoothing_does_not_start_at_zero_and_follows() -> None:
     assert curves.smooth([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
     stepped = curves.smooth([0.0] * 10 + [1.0] * 60)
